@@ -1,0 +1,185 @@
+"""The result of a run: integer bytes per rank, step and phase; JSON in and out.
+
+The shared vocabulary of the worker that measures and of the gates, baselines and reports that judge. Imports neither
+torch nor pytest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from .errors import UserError
+
+Metric = Literal["allocated", "reserved", "active", "inactive_split"]
+METRICS: tuple[Metric, ...] = typing.get_args(Metric)
+"""PyTorch's names: live bytes / bytes the caching allocator holds / live or waiting for a stream / free in a split block."""
+
+PHASES = ("build", "forward", "backward", "grad-sync", "optimizer", "test")
+"""In the order of a step. "build" belongs to step 0, "test" is the whole body of a test without a recipe."""
+
+FailureKind = Literal["out of memory", "error", "died", "timeout"]
+
+SCHEMA = 1
+"""Version of the JSON form; a file with another one is refused."""
+
+
+@dataclass(frozen=True)
+class PhaseFigures:
+    """What one rank held during one phase of one step, in bytes.
+
+    A phase that comes several times in a step (forward and backward of each microbatch) is folded: the peak is the
+    highest of them, the resting figure the last one.
+    """
+
+    step: int  # 1 is the first training step; 0 is what comes before it
+    phase: str
+    peak: Mapping[Metric, int]
+    resting: Mapping[Metric, int]
+
+
+@dataclass(frozen=True)
+class RankMeasurement:
+    """One measured rank."""
+
+    rank: int
+    coordinates: Mapping[str, int]  # {"tp": 0, "cp": 0, "ep": 0, "pp": 1, "dp": 0}
+    stands_for: int  # how many ranks of the job hold the same, this one included
+    phases: tuple[PhaseFigures, ...]
+    retained_after_backward: tuple[int, ...] = ()  # allocated bytes when the last backward of each step is done
+    allocation_retries: int = 0  # cudaMalloc failed and the cache was emptied
+    largest_allocation: int = 0  # bytes of the largest single request
+    flops_per_step: int | None = None  # matrix-multiplication and attention FLOPs, counted in a run of their own
+    collective_bytes: Mapping[str, int] = field(default_factory=dict)  # per step, by process group ("tp", "dp", ...)
+
+    def peak(self, metric: Metric = "allocated", phase: str | None = None) -> int:
+        """Highest bytes over all phases, or over those that `phase` selects (see `selects`)."""
+        return self.peak_phase(metric, phase).peak[metric]
+
+    def peak_phase(self, metric: Metric = "allocated", phase: str | None = None) -> PhaseFigures:
+        """The first phase in which the peak is reached."""
+        chosen = [p for p in self.phases if selects(phase, p)]
+        if not chosen:
+            have = ", ".join(dict.fromkeys(f"{step_name(p.step)}/{p.phase}" for p in self.phases))
+            raise UserError(f"phase={phase!r} selects nothing that rank {self.rank} went through; it has: {have}")
+        return max(chosen, key=lambda p: p.peak[metric])
+
+
+@dataclass(frozen=True)
+class Device:
+    """What was measured on. `key` names the baseline folder; a virtual and a real GPU never share one."""
+
+    key: str  # "virtual-h100-80gb"
+    name: str  # "NVIDIA H100 80GB HBM3"
+    capacity: int  # bytes
+    virtual: bool
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a measurement has no result."""
+
+    kind: FailureKind
+    rank: int
+    message: str  # complete text: PyTorch's out-of-memory message, a traceback, or what the launcher saw
+    step: int | None = None
+    phase: str | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """All measured ranks of one recipe (or of one test without a recipe) on one device."""
+
+    device: Device
+    ranks: tuple[RankMeasurement, ...]
+    recipe: Mapping[str, Any] | None = None  # as in the recipe's YAML; None for a test without a recipe
+    recipe_digest: str | None = None
+    world_size: int = 1
+    environment: Mapping[str, str] = field(default_factory=dict)  # versions of torch, megatron-core, ..., settings
+    assumptions: tuple[str, ...] = ()  # stated values that kernels would have computed, and stand-ins used
+    failure: Failure | None = None  # ranks that finished before it are kept
+
+    def worst(self, metric: Metric = "allocated", phase: str | None = None) -> RankMeasurement:
+        """The measured rank with the highest peak; the lowest rank number among equals."""
+        if not self.ranks:
+            raise UserError("a measurement without a measured rank has no peak")
+        return max(self.ranks, key=lambda r: (r.peak(metric, phase), -r.rank))
+
+    def peak(self, metric: Metric = "allocated", phase: str | None = None) -> int:
+        """Peak bytes of the worst rank."""
+        return self.worst(metric, phase).peak(metric, phase)
+
+    @property
+    def flops_per_step(self) -> int | None:
+        """FLOPs of the rank that computes most."""
+        counted = [r.flops_per_step for r in self.ranks if r.flops_per_step is not None]
+        return max(counted) if counted else None
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that `json.dumps` takes and `from_json` reads back."""
+        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str = "measurement") -> Measurement:
+        """Read what `to_json` wrote. Raises `UserError` naming `source` when the data is not that."""
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+            raise UserError(f"{source}: not a measurement of schema {SCHEMA} (found {found!r})")
+        try:
+            fields = {k: v for k, v in data.items() if k != "schema"}
+            fields["device"] = Device(**fields["device"])
+            fields["ranks"] = tuple(
+                RankMeasurement(
+                    **{
+                        **rank,
+                        "phases": tuple(PhaseFigures(**p) for p in rank["phases"]),
+                        "retained_after_backward": tuple(rank.get("retained_after_backward", ())),
+                    }
+                )
+                for rank in fields["ranks"]
+            )
+            fields["assumptions"] = tuple(fields.get("assumptions", ()))
+            if fields.get("failure") is not None:
+                fields["failure"] = Failure(**fields["failure"])
+            return cls(**fields)
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{source}: damaged measurement ({error})") from None
+
+    @classmethod
+    def load(cls, path: Path) -> Measurement:
+        """Read one measurement from a JSON file."""
+        try:
+            data = json.loads(path.read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: cannot be read as JSON ({error})") from None
+        return cls.from_json(data, str(path))
+
+
+def step_name(step: int) -> str:
+    """The name of a step in reports and in `phase=`: "build", "step-1", "step-2", "steady" (step 3 and later)."""
+    return {0: "build", 1: "step-1", 2: "step-2"}.get(step, "steady")
+
+
+def selects(phase: str | None, figures: PhaseFigures) -> bool:
+    """Whether the selector names these figures: None (all), a phase, a step name, or "step/phase"."""
+    if phase is None:
+        return True
+    step, slash, name = phase.partition("/")
+    if slash:
+        return step == step_name(figures.step) and name == figures.phase
+    return phase in (figures.phase, step_name(figures.step))
+
+
+def check_phase(phase: str, source: str) -> None:
+    """Raise `UserError` if the selector can name nothing."""
+    steps = ("step-1", "step-2", "steady")
+    step, slash, name = phase.partition("/")
+    if (slash and step in steps and name in PHASES) or (not slash and phase in (*PHASES, *steps)):
+        return
+    allowed = ", ".join((*PHASES, *steps))
+    raise UserError(f"{source}: phase={phase!r} is not one of {allowed}, or a step and a phase as in 'step-2/backward'")
