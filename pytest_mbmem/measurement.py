@@ -7,18 +7,22 @@ torch nor pytest.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from .errors import UserError
+from .validation import show
 
 Metric = Literal["allocated", "reserved", "active", "inactive_split"]
 METRICS: tuple[Metric, ...] = typing.get_args(Metric)
-"""PyTorch's names: live bytes / bytes the caching allocator holds / live or waiting for a stream / free in a split block."""
+"""PyTorch's names: live bytes / bytes the caching allocator holds / live or waiting for a stream / free in a split
+block."""
 
 PHASES = ("build", "forward", "backward", "grad-sync", "optimizer", "test")
 """In the order of a step. "build" belongs to step 0, "test" is the whole body of a test without a recipe."""
@@ -41,6 +45,11 @@ class PhaseFigures:
     phase: str
     peak: Mapping[Metric, int]
     resting: Mapping[Metric, int]
+
+    @property
+    def name(self) -> str:
+        """Step and phase as reports and baselines write them: "step-2/backward", "build", "test"."""
+        return place(self.step, self.phase)
 
 
 @dataclass(frozen=True)
@@ -65,9 +74,16 @@ class RankMeasurement:
         """The first phase in which the peak is reached."""
         chosen = [p for p in self.phases if selects(phase, p)]
         if not chosen:
-            have = ", ".join(dict.fromkeys(f"{step_name(p.step)}/{p.phase}" for p in self.phases))
+            have = ", ".join(dict.fromkeys(p.name for p in self.phases))
             raise UserError(f"phase={phase!r} selects nothing that rank {self.rank} went through; it has: {have}")
+        if not all(metric in p.peak for p in chosen):
+            raise UserError(f"metric={metric!r} was not measured on rank {self.rank}")
         return max(chosen, key=lambda p: p.peak[metric])
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str = "rank") -> RankMeasurement:
+        """Read plain data. Raises `UserError` naming `source` and the place where they are not of this form."""
+        return cast(RankMeasurement, _read(cls, data, source))
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,13 @@ class Failure:
     message: str  # complete text: PyTorch's out-of-memory message, a traceback, or what the launcher saw
     step: int | None = None
     phase: str | None = None
+
+    @property
+    def name(self) -> str | None:
+        """Step and phase as in `PhaseFigures.name`, as far as they are known."""
+        if self.step is None or self.phase is None:
+            return self.phase if self.step is None else step_name(self.step)
+        return place(self.step, self.phase)
 
 
 @dataclass(frozen=True)
@@ -127,35 +150,17 @@ class Measurement:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "measurement") -> Measurement:
         """Read what `to_json` wrote. Raises `UserError` naming `source` when the data is not that."""
-        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
-            raise UserError(f"{source}: not a measurement of schema {SCHEMA} (found {found!r})")
-        try:
-            fields = {k: v for k, v in data.items() if k != "schema"}
-            fields["device"] = Device(**fields["device"])
-            fields["ranks"] = tuple(
-                RankMeasurement(
-                    **{
-                        **rank,
-                        "phases": tuple(PhaseFigures(**p) for p in rank["phases"]),
-                        "retained_after_backward": tuple(rank.get("retained_after_backward", ())),
-                    }
-                )
-                for rank in fields["ranks"]
-            )
-            fields["assumptions"] = tuple(fields.get("assumptions", ()))
-            if fields.get("failure") is not None:
-                fields["failure"] = Failure(**fields["failure"])
-            return cls(**fields)
-        except (KeyError, TypeError) as error:
-            raise UserError(f"{source}: damaged measurement ({error})") from None
+        found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
+        if type(found) is not int or found != SCHEMA:
+            raise UserError(f"{source}: not a measurement of schema {SCHEMA} (found {show(found)})")
+        return cast(Measurement, _read(cls, {k: v for k, v in data.items() if k != "schema"}, source))
 
     @classmethod
     def load(cls, path: Path) -> Measurement:
         """Read one measurement from a JSON file."""
         try:
-            data = json.loads(path.read_text())
-        except (OSError, ValueError) as error:
+            data = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read as JSON ({error})") from None
         return cls.from_json(data, str(path))
 
@@ -163,6 +168,11 @@ class Measurement:
 def step_name(step: int) -> str:
     """The name of a step in reports and in `phase=`: "build", "step-1", "step-2", "steady" (step 3 and later)."""
     return {0: "build", 1: "step-1", 2: "step-2"}.get(step, "steady")
+
+
+def place(step: int, phase: str) -> str:
+    """The name of a phase of a step. "build" and "test" are no part of a step and stand alone."""
+    return phase if phase in ("build", "test") else f"{step_name(step)}/{phase}"
 
 
 def selects(phase: str | None, figures: PhaseFigures) -> bool:
@@ -183,3 +193,53 @@ def check_phase(phase: str, source: str) -> None:
         return
     allowed = ", ".join((*PHASES, *steps))
     raise UserError(f"{source}: phase={phase!r} is not one of {allowed}, or a step and a phase as in 'step-2/backward'")
+
+
+@functools.cache
+def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
+    """Name of each field -> its type, and whether it has a default."""
+    hints = typing.get_type_hints(cls)
+    missing = dataclasses.MISSING
+    return {
+        f.name: (hints[f.name], f.default is not missing or f.default_factory is not missing)
+        for f in dataclasses.fields(cls)
+    }
+
+
+def _read(hint: Any, value: Any, where: str) -> Any:
+    """Plain data as the type that a dataclass's field has; `where` is the path to the value, for messages."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return value
+    if origin is types.UnionType:  # "X | None" is the only one in use
+        return None if value is None else _read(arguments[0], value, where)
+    if origin is Literal:
+        if isinstance(value, str) and value in arguments:
+            return value
+        raise UserError(f"{where}: {show(value)} is not one of {', '.join(arguments)}")
+    if origin is tuple:
+        if isinstance(value, (list, tuple)):
+            return tuple(_read(arguments[0], part, f"{where}[{index}]") for index, part in enumerate(value))
+        raise UserError(f"{where}: {show(value)} is not a list")
+    if origin is not None or dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise UserError(f"{where}: {show(value)} is not an object")
+        if origin is not None:
+            return {
+                _read(arguments[0], key, f"{where}: a key"): _read(arguments[1], part, f"{where}.{key}")
+                for key, part in value.items()
+            }
+        fields = _fields(hint)
+        for key in value:
+            if key not in fields:
+                raise UserError(f"{where}: unknown key {show(key)}; allowed: {', '.join(fields)}")
+        for key, (_, optional) in fields.items():
+            if key not in value and not optional:
+                raise UserError(f"{where}: the key {key!r} is missing")
+        return hint(**{key: _read(fields[key][0], part, f"{where}.{key}") for key, part in value.items()})
+    if type(value) is hint:  # exactly: True is not 1
+        return value
+    raise UserError(f"{where}: {show(value)} is not {_NAMES[hint]}")
+
+
+_NAMES = {int: "a whole number", str: "a text", bool: "true or false"}

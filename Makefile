@@ -1,0 +1,30 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set up everything they need in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN = $(VENV)/bin
+INSTALLED = $(VENV)/.installed
+
+.PHONY: demo test lint bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/demo.py
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/run.py
+
+# The CUDA build of torch is what pip installs on Linux unless told otherwise; the virtual GPU needs it.
+$(INSTALLED): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

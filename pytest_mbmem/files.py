@@ -1,0 +1,23 @@
+"""Files are written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write `text` as UTF-8 so that a reader sees the old file or the new one, never a part. Raises `OSError`."""
+    target = Path(os.path.realpath(path))  # a link stays a link
+    if target.exists() and not target.is_file():  # /dev/stdout and the like are written to, never replaced
+        target.write_text(text, encoding="utf-8")
+        return
+    part = target.with_name(f".{target.name}.{os.getpid()}.part")
+    try:
+        with part.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)

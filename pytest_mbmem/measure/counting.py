@@ -1,0 +1,85 @@
+"""What a step computes and sends: FLOPs and collective bytes, counted by watching every operator.
+
+A dispatch mode changes how autograd accumulates gradients, so it never runs where memory is measured.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+_GROUPS = {
+    "tp": parallel_state.get_tensor_model_parallel_group,
+    "pp": parallel_state.get_pipeline_model_parallel_group,
+    "cp": parallel_state.get_context_parallel_group,
+    "ep": parallel_state.get_expert_model_parallel_group,
+    "dp": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
+    "embedding": lambda: parallel_state.get_embedding_group(check_initialized=False),
+    "model": parallel_state.get_model_parallel_group,
+    "world": lambda: dist.group.WORLD,
+}
+
+
+class _CollectiveBytes(TorchDispatchMode):
+    """Sums the bytes of the tensors that this rank hands to each process group (receives are the peer's sends)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, str] = {}
+        for name, get in _GROUPS.items():
+            group = get()
+            if group is not None and group.size() > 1:
+                self.names.setdefault(group.group_name, name)
+        self.bytes: collections.Counter[str] = collections.Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d" and "recv" not in func.name():
+            self._count(func, args)
+        return func(*args, **(kwargs or {}))
+
+    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
+        group = next((dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject)), None)
+        if group is None or group.size() == 1:
+            return
+        parameters = [p.name for p in func._schema.arguments]
+        # in-place collectives have `tensors`, the others name what goes in
+        sent = next(
+            args[parameters.index(n)]
+            for n in ("input_tensors", "inputs", "input", "tensors", "input_tensor")
+            if n in parameters
+        )
+        tensors = [sent] if isinstance(sent, torch.Tensor) else _flatten(sent)
+        self.bytes[self.names.get(group.group_name, "other")] += sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _flatten(nested: Any) -> Iterator[torch.Tensor]:
+    for item in nested:
+        if isinstance(item, torch.Tensor):
+            yield item
+        else:
+            yield from _flatten(item)
+
+
+class Counted:
+    """Filled when `counting` ends."""
+
+    flops: int = 0
+    collective_bytes: dict[str, int]
+
+
+@contextmanager
+def counting() -> Iterator[Counted]:
+    """Count matrix multiplications and attention (2 FLOPs a multiply-add, torch's formulas) and collectives."""
+    counted = Counted()
+    with FlopCounterMode(display=False) as flops, _CollectiveBytes() as collectives:
+        yield counted
+    counted.flops = int(flops.get_total_flops())
+    counted.collective_bytes = dict(sorted(collectives.bytes.items()))

@@ -1,0 +1,54 @@
+"""PyTorch's allocator statistics, cut into phases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..measurement import METRICS, Metric, PhaseFigures
+
+
+def _figures(which: str) -> dict[Metric, int]:
+    """ "current" or "peak" bytes of the current device, by metric."""
+    statistics = torch.cuda.memory_stats_as_nested_dict()
+    return {metric: int(statistics[f"{metric}_bytes"]["all"][which]) for metric in METRICS}
+
+
+class PhaseRecorder:
+    """Peaks and resting figures of each phase, from the peak statistics that it resets at every phase's begin.
+
+    It owns the allocator's peak statistics while it runs: nothing else may reset them.
+    """
+
+    def __init__(self) -> None:
+        self.current: tuple[int, str] | None = None
+        self._figures: dict[tuple[int, str], tuple[dict[Metric, int], dict[Metric, int]]] = {}
+        self._retained: dict[int, int] = {}
+
+    def begin(self, step: int, phase: str) -> None:
+        """End the phase before and begin this one."""
+        self.end()
+        self.current = (step, phase)
+        if phase == "grad-sync":  # what is still there when the last backward is done
+            self._retained[step] = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+
+    def end(self) -> None:
+        """End the current phase, if any; a phase that comes again in its step is folded into one."""
+        if self.current is None:
+            return
+        peak, resting = _figures("peak"), _figures("current")
+        if self.current in self._figures:
+            earlier = self._figures[self.current][0]
+            peak = {metric: max(peak[metric], earlier[metric]) for metric in METRICS}
+        self._figures[self.current] = peak, resting
+        self.current = None
+
+    def results(self) -> dict[str, Any]:
+        """Fields of a `RankMeasurement`."""
+        return {
+            "phases": tuple(PhaseFigures(*key, *figures) for key, figures in self._figures.items()),
+            "retained_after_backward": tuple(self._retained.values()),
+            "allocation_retries": int(torch.cuda.memory_stats_as_nested_dict()["num_alloc_retries"]),
+        }

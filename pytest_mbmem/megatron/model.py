@@ -1,0 +1,200 @@
+"""A recipe as live Megatron Core objects: model chunks, data-parallel wrappers, optimizer, and one training step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
+
+from ..recipe import Recipe
+from . import configs, layers, solo, stand_ins
+
+OnPhase = Callable[[int, str], None]
+"""Called with the step (from 1) and the phase that begins."""
+
+
+def _ignore_phase(step: int, phase: str) -> None:
+    pass
+
+
+@dataclass
+class LiveModel:
+    """One rank's part of a recipe, built and ready to train.
+
+    `chunks` are the model chunks of this rank's pipeline stage in their DistributedDataParallel wrappers, first chunk
+    first; `optimizer` is Megatron's mixed-precision optimizer over them.
+    """
+
+    recipe: Recipe
+    config: TransformerConfig
+    chunks: list[DistributedDataParallel]
+    optimizer: MegatronOptimizer
+    steps_done: int = 0
+    _phase: OnPhase = field(default=_ignore_phase, repr=False)
+
+    def step(self, on_phase: OnPhase = _ignore_phase) -> None:
+        """One training step over the recipe's microbatches through Megatron's own schedule.
+
+        Phases reported: forward and backward of each microbatch, grad-sync, optimizer. Each lasts until the next
+        begins, so that what the schedule receives in between belongs to the phase before.
+        """
+        training = self.recipe.training
+        self.steps_done += 1
+        with self._reporting(partial(on_phase, self.steps_done)):
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            get_forward_backward_func()(
+                forward_step_func=partial(_forward_step, self.recipe),
+                data_iterator=[None] * len(self.chunks) if len(self.chunks) > 1 else None,
+                model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+                num_microbatches=self.recipe.num_microbatches,
+                seq_length=training.seq_length,
+                micro_batch_size=training.micro_batch_size,
+                forward_only=False,
+            )
+            on_phase(self.steps_done, "optimizer")
+            self.optimizer.step()
+
+    @contextlib.contextmanager
+    def _reporting(self, on_phase: Callable[[str], None]) -> Iterator[None]:
+        """Report the schedule's phases: its functions are looked up by name in the module (core 0.16)."""
+        originals = {name: getattr(schedules, name) for name in ("forward_step", "backward_step")}
+
+        def announced(phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                on_phase(phase)
+                return function(*args, **kwargs)
+
+            return call
+
+        schedules.forward_step = announced("forward", originals["forward_step"])
+        schedules.backward_step = announced("backward", originals["backward_step"])
+        self.config.finalize_model_grads_func = announced("grad-sync", finalize_model_grads)
+        try:
+            yield
+        finally:
+            for name, function in originals.items():
+                setattr(schedules, name, function)
+
+    def close(self) -> None:
+        """Free the model and leave Megatron's and torch's process groups."""
+        self.chunks.clear()
+        self.config.no_sync_func = self.config.grad_sync_func = self.config.param_sync_func = None
+        self.config.finalize_model_grads_func = self.config.grad_scale_func = None
+        del self.optimizer
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_global_memory_buffer()
+        dist.destroy_process_group()
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def live_model(recipe: Recipe, rank: int = 0, *, virtual: bool = True) -> LiveModel:
+    """Build rank `rank` of the recipe's job on the current CUDA device, alone (see `solo`)."""
+    if virtual:
+        stand_ins.install()
+    torch.use_deterministic_algorithms(recipe.training.deterministic)
+    solo.initialize(recipe, rank)
+    config = configs.transformer_config(recipe)
+    chunks = _build_chunks(recipe, config)
+    optimizer = get_megatron_optimizer(configs.optimizer_config(recipe), chunks, use_gloo_process_groups=False)
+    config.grad_scale_func = optimizer.scale_loss
+    _overlap(recipe, config, chunks)
+    return LiveModel(recipe, config, chunks, optimizer)
+
+
+def _build_chunks(recipe: Recipe, config: TransformerConfig) -> list[DistributedDataParallel]:
+    chunks = []
+    for chunk in range(recipe.parallelism.vpp or 1):
+        vp_stage = chunk if recipe.parallelism.vpp else None
+        model = GPTModel(
+            config,
+            layers.block_spec(config, vp_stage),
+            vocab_size=recipe.model.padded_vocab_size(recipe.parallelism.tp),
+            max_sequence_length=recipe.model.max_position_embeddings or recipe.training.seq_length,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=recipe.model.share_embeddings_and_output_weights,
+            position_embedding_type=recipe.model.position_embedding_type,
+            rotary_percent=recipe.model.rotary_percent,
+            rotary_base=recipe.model.rotary_base,
+            vp_stage=vp_stage,
+        )
+        chunks.append(model.cuda())
+    if config.fp16 or config.bf16:
+        chunks = [Float16Module(config, model) for model in chunks]
+    return [
+        DistributedDataParallel(config, configs.ddp_config(recipe), model, disable_bucketing=index > 0)
+        for index, model in enumerate(chunks)
+    ]
+
+
+def _overlap(recipe: Recipe, config: TransformerConfig, chunks: list[DistributedDataParallel]) -> None:
+    """Hand the schedule the wrappers' hooks for overlapped communication, as Megatron-LM's training loop does."""
+
+    def one_or_all(functions: list[Any]) -> Any:
+        return functions if len(functions) > 1 else functions[0]
+
+    config.finalize_model_grads_func = finalize_model_grads
+    if recipe.parallelism.overlap_grad_reduce:
+        config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
+        if len(chunks) > 1:  # aligned over pipeline stages, Megatron-LM's default with interleaving
+            config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
+    if recipe.parallelism.overlap_param_gather and len(chunks) > 1:
+        config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+
+
+def _forward_step(recipe: Recipe, data_iterator: object, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
+    batch = get_batch_on_this_cp_rank(_batch(recipe, model))
+    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+    return output, partial(_loss, batch["loss_mask"])
+
+
+def _batch(recipe: Recipe, model: DistributedDataParallel) -> dict[str, torch.Tensor | None]:
+    """The tensors of one microbatch that this rank holds in Megatron-LM's training loop.
+
+    The first tensor-parallel rank loads all of them; the others receive those that their pipeline stage needs. Stages
+    in the middle have none. The attention mask is built by the data loader, except for flash attention.
+    """
+    batch, sequence = recipe.training.micro_batch_size, recipe.training.seq_length
+    stage = {"ignore_virtual": False, "vp_stage": get_attr_wrapped_model(model, "vp_stage")}
+    first, last = parallel_state.is_pipeline_first_stage(**stage), parallel_state.is_pipeline_last_stage(**stage)
+    loads = parallel_state.get_tensor_model_parallel_rank() == 0 and (first or last)
+    with_mask = recipe.training.attention_backend != "flash" and (first or last)
+
+    def integers() -> torch.Tensor:
+        return torch.zeros((batch, sequence), dtype=torch.long, device="cuda")
+
+    return {
+        "tokens": integers() if loads or first else None,
+        "labels": integers() if loads or last else None,
+        "loss_mask": torch.ones((batch, sequence), device="cuda") if loads or last else None,
+        "attention_mask": torch.zeros((batch, 1, sequence, sequence), dtype=torch.bool, device="cuda")
+        if with_mask
+        else None,
+        "position_ids": integers() if loads or first else None,
+    }
+
+
+def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Masked sum of the token losses, the number of tokens, and what is reported, as in Megatron-LM's GPT training."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    tokens = mask.sum().clone().detach().to(torch.int)
+    return loss, tokens, {"lm loss": torch.cat([loss.clone().detach().view(1), tokens.view(1)])}

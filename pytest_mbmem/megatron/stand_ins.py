@@ -1,0 +1,67 @@
+"""Kernels that GPU containers have and pip does not, replaced by equal-sized ones. Virtual GPU only.
+
+Each allocates what the original allocates and leaves the arithmetic out, which a virtual GPU would not do anyway.
+
+- The three fused softmax extensions that Megatron looks for by name (`FusedScaleMaskSoftmax`). Without them Megatron
+  keeps fp32 scores. One result of the scores' size forward, gradients in place backward, as in their CUDA sources
+  (Megatron-LM and Apex, `csrc/megatron/*softmax*`).
+- The multi-tensor L2 norm of Transformer Engine and Apex (one fp32 value on the device), used for gradient clipping.
+- The fused Adam of Transformer Engine and Apex: torch's own `AdamW(fused=True)`, which like it holds two moments and no
+  temporaries. Known deviation: torch keeps a step counter of 512 bytes a parameter on the device.
+- Bias-GELU and SwiGLU, which torch.compile fuses into one kernel (`jit_fuser` in core 0.16): one result, no
+  temporaries. Run eagerly they leave holes in the allocator's cache that move the resting figure by up to 2 MiB.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Sequence
+
+import megatron.core.optimizer.clip_grads as clip_grads
+import torch
+from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu
+
+ASSUMPTIONS = (
+    "stand-ins of equal size: fused softmax, multi-tensor L2 norm, fused Adam (torch's), fused bias-GELU and SwiGLU",
+    "gradients are finite: no step is skipped",
+    "copies and collectives complete at once",
+)
+"""What every measurement on a virtual GPU states."""
+
+_SOFTMAX_EXTENSIONS = (
+    "scaled_upper_triang_masked_softmax_cuda",
+    "scaled_masked_softmax_cuda",
+    "scaled_softmax_cuda",
+)
+
+
+def _softmax_extension(name: str) -> types.ModuleType:
+    module = types.ModuleType(name)
+    module.forward = lambda scores, *_: torch.empty_like(scores)  # type: ignore[attr-defined]
+    module.backward = lambda grad, *_: grad  # type: ignore[attr-defined]
+    module.get_batch_per_block = lambda *_: 1  # type: ignore[attr-defined]
+    return module
+
+
+def _multi_tensor_l2_norm(
+    op: object, overflow: torch.Tensor, tensors: Sequence[Sequence[torch.Tensor]], *_: object
+) -> tuple[torch.Tensor, None]:
+    return torch.zeros(1, device="cuda", dtype=torch.float), None
+
+
+def _half_width(y: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return y.new_empty((*y.shape[:-1], y.size(-1) // 2))
+
+
+def install() -> None:
+    """Put the stand-ins where Megatron looks for the originals. Once per process."""
+    for name in _SOFTMAX_EXTENSIONS:
+        sys.modules[name] = _softmax_extension(name)
+    clip_grads.multi_tensor_applier = _multi_tensor_l2_norm
+    torch.optim.AdamW.__init__ = functools.partialmethod(torch.optim.AdamW.__init__, fused=True)  # type: ignore[method-assign, assignment]
+    fused_bias_gelu.bias_gelu = lambda bias, y: torch.empty_like(y)
+    fused_bias_gelu.bias_gelu_back = lambda grad, bias, y: torch.empty_like(y)
+    fused_bias_swiglu.swiglu = fused_bias_swiglu.bias_swiglu = _half_width
+    fused_bias_swiglu.swiglu_back = fused_bias_swiglu.bias_swiglu_back = lambda grad, y, *_: torch.empty_like(y)

@@ -1,0 +1,224 @@
+"""Every option and ini key: declared, read and checked in one place."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import UserError
+
+if TYPE_CHECKING:
+    import pytest
+
+    from .gates import GateDefaults
+    from .virtual_gpu.gpus import Gpu
+
+DEFAULT_GPU = "h100-80gb"
+DEFAULT_TIMEOUT = 600.0
+UPDATE_MODES = ("new", "changed", "all")
+
+_INI_KEYS = {
+    "mbmem_virtual_gpu": f"name of the virtual GPU (default: {DEFAULT_GPU})",
+    "mbmem_gpus": "YAML file with more virtual GPUs, relative to the configuration file",
+    "mbmem_baselines": "folder of the baselines, relative to the configuration file (default: baselines)",
+    "mbmem_timeout": f"seconds that one worker may take (default: {DEFAULT_TIMEOUT:g})",
+    "mbmem_tolerance": "tolerance of every baseline gate that names none, as in 1%",
+    "mbmem_slack": "slack of every baseline gate that names none, as in 2 MiB",
+}
+
+
+def add(parser: pytest.Parser) -> None:
+    """Declare options and ini keys. An option's default is None, or its ini key would never be asked."""
+    group = parser.getgroup("mbmem", "memory gates (pytest-mbmem)")
+    option = group.addoption
+    option("--mbmem-virtual-gpu", metavar="NAME", help=f"virtual GPU to measure on (default: {DEFAULT_GPU})")
+    option("--mbmem-gpus", metavar="FILE", help="YAML file with more virtual GPUs")
+    option("--mbmem-gpu", action="store_true", help="measure on the real GPU (not in this version)")
+    option("--mbmem-baselines", metavar="DIR", help="folder of the baselines (default: baselines in the rootdir)")
+    option(
+        "--mbmem-update",
+        nargs="?",
+        const="changed",
+        metavar="MODE",
+        help="write baselines of the tests that run: new (missing ones), changed (also stale ones and changed peaks; "
+        "the default), all (every measured peak)",
+    )
+    option("--mbmem-reason", metavar="TEXT", help="why peaks rise; kept in the baseline file")
+    option("--mbmem-json", metavar="FILE", help="write all measurements and verdicts as JSON")
+    option("--mbmem-html", metavar="FILE", help="write a report to be read in a browser")
+    option("--mbmem-timeout", metavar="SECONDS", help=f"time limit of one worker (default: {DEFAULT_TIMEOUT:g})")
+    for name, text in _INI_KEYS.items():
+        parser.addini(name, text, default=None)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line and the configuration file ask for, checked."""
+
+    gpu_name: str
+    gpus_file: Path | None
+    baselines: Path
+    update: str | None
+    reason: str | None
+    json: Path | None
+    html: Path | None
+    timeout: float
+    tolerance: float | None
+    slack: int | None
+    in_use: bool  # anything of the above is set, or there are baselines
+
+    @classmethod
+    def read(cls, config: pytest.Config) -> Options:
+        """Raises `UserError` for the first value that is wrong. Changes nothing on disk."""
+        given = _Given(config)
+        if config.getoption("mbmem_gpu"):
+            raise UserError(
+                "--mbmem-gpu: measuring on a real GPU is not in this version; without it tests run on the virtual GPU"
+            )
+        update, reason = given.option("update"), given.option("reason")
+        _check_update(update, reason)
+        gpu_name, gpu_source = given.text("virtual_gpu", DEFAULT_GPU)
+        gpus_file, gpus_source = given.path("gpus")
+        if gpus_file is not None and not gpus_file.is_file():
+            raise UserError(f"{gpus_source}: {gpus_file} is not a file")
+        baselines, baselines_source = given.path("baselines")
+        baselines = baselines or config.rootpath / "baselines"
+        if baselines.exists() and not baselines.is_dir():
+            raise UserError(f"{baselines_source}: {baselines} is not a folder")
+        timeout, timeout_source = given.text("timeout", str(DEFAULT_TIMEOUT))
+        options = cls(
+            gpu_name=gpu_name,
+            gpus_file=gpus_file,
+            baselines=baselines,
+            update=update,
+            reason=reason,
+            json=given.output("json"),
+            html=given.output("html"),
+            timeout=_seconds(timeout, timeout_source),
+            tolerance=given.tolerance(),
+            slack=given.slack(),
+            in_use=given.anything or baselines.is_dir(),
+        )
+        if options.json is not None and options.json == options.html:
+            raise UserError(f"--mbmem-json and --mbmem-html name the same file: {options.json}")
+        if gpu_name != DEFAULT_GPU or gpus_file is not None:  # only then is there something to check
+            choose_gpu(gpu_name, gpus_file, gpu_source)
+        return options
+
+    @property
+    def gpu(self) -> Gpu:
+        """The chosen virtual GPU."""
+        return choose_gpu(self.gpu_name, self.gpus_file, "--mbmem-virtual-gpu")
+
+    @property
+    def gate_defaults(self) -> GateDefaults:
+        """Tolerance and slack of the ini keys."""
+        from .gates import GateDefaults
+
+        return GateDefaults(self.tolerance, self.slack)
+
+
+def choose_gpu(name: str, extra: Path | None, source: str) -> Gpu:
+    """The virtual GPU of that name. Raises `UserError` listing the known ones."""
+    from .virtual_gpu.gpus import load_gpus
+
+    gpus = load_gpus(extra)
+    if name not in gpus:
+        raise UserError(f"{source}: there is no virtual GPU {name!r}; known are {', '.join(gpus)}")
+    return gpus[name]
+
+
+class _Given:
+    """Values as they were given, each with the name of the option or ini key for messages."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.anything = False
+
+    def option(self, name: str) -> Any:
+        value = self.config.getoption(f"mbmem_{name}")
+        self.anything |= value is not None
+        return value
+
+    def ini(self, name: str) -> Any:
+        value = self.config.getini(f"mbmem_{name}")
+        self.anything |= value is not None
+        return value
+
+    def text(self, name: str, default: str) -> tuple[str, str]:
+        value, ini = self.option(name), self.ini(name)
+        if value is not None:
+            return value, f"--mbmem-{name.replace('_', '-')}"
+        return (default if ini is None else ini), f"ini key mbmem_{name}"
+
+    def path(self, name: str) -> tuple[Path | None, str]:
+        """An option's path is relative to where pytest was called, an ini key's to the configuration file."""
+        value, ini = self.option(name), self.ini(name)
+        if value is not None:
+            return self._absolute(value, self.config.invocation_params.dir, f"--mbmem-{name}"), f"--mbmem-{name}"
+        source = f"ini key mbmem_{name}"
+        folder = self.config.inipath.parent if self.config.inipath else self.config.rootpath
+        return (None if ini is None else self._absolute(ini, folder, source)), source
+
+    def output(self, name: str) -> Path | None:
+        value = self.option(name)
+        if value is None:
+            return None
+        path = self._absolute(value, self.config.invocation_params.dir, f"--mbmem-{name}")
+        if path.is_dir():
+            raise UserError(f"--mbmem-{name}: {path} is a folder; name a file")
+        if not path.parent.is_dir():
+            raise UserError(f"--mbmem-{name}: the folder {path.parent} does not exist")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UserError(f"--mbmem-{name}: {path} cannot be written")
+        return path
+
+    def tolerance(self) -> float | None:
+        value = self.ini("tolerance")
+        if value is None:
+            return None
+        from .units import parse_fraction
+
+        tolerance = parse_fraction(value, "ini key mbmem_tolerance")
+        if tolerance >= 1:
+            raise UserError(f"ini key mbmem_tolerance: {value!r} is not below 100%")
+        return tolerance
+
+    def slack(self) -> int | None:
+        value = self.ini("slack")
+        if value is None:
+            return None
+        from .units import parse_bytes
+
+        return parse_bytes(value, "ini key mbmem_slack")
+
+    @staticmethod
+    def _absolute(value: str, folder: Path, source: str) -> Path:
+        if not value:
+            raise UserError(f"{source}: the path is empty")
+        return Path(os.path.normpath(folder / value))
+
+
+def _check_update(update: str | None, reason: str | None) -> None:
+    if update is not None and update not in UPDATE_MODES:
+        raise UserError(
+            f"--mbmem-update: {update!r} is not one of {', '.join(UPDATE_MODES)}; "
+            f"if {update!r} is what to run, write --mbmem-update=changed {update}"
+        )
+    if reason is not None and update is None:
+        raise UserError("--mbmem-reason: nothing is updated; give --mbmem-update too")
+    if reason is not None and not reason.strip():
+        raise UserError("--mbmem-reason: the reason is empty")
+
+
+def _seconds(value: str, source: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UserError(f"{source}: {value!r} is not a number of seconds above 0")
+    return seconds

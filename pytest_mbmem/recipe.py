@@ -1,0 +1,685 @@
+"""What to run: model shape, parallelism, batch, precision, optimizer, allocator. From Python or from YAML.
+
+Frozen dataclasses whose field names are Megatron Core's where it has one. Whatever makes a size impossible in Megatron
+Core 0.16.1 is refused when the object is made, before anything is built, with the key, the value and what is allowed.
+Imports neither torch nor pytest; PyYAML only when YAML is read or written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from .errors import UserError
+from .validation import Allowed, BadKey, Part, alternatives, check_multiple, did_you_mean, hints_of, show
+
+_Dropout = Annotated[float, Allowed("from 0 to below 1", lambda x: 0 <= x < 1)]
+_Share = Annotated[float, Allowed("above 0, up to 1", lambda x: 0 < x <= 1)]
+_Amount = Annotated[float, Allowed("0 or more", lambda x: x >= 0)]
+
+_RESERVED_ENVIRONMENT = {
+    "PYTORCH_CUDA_ALLOC_CONF": "write it as memory.alloc_conf",
+    "PYTORCH_ALLOC_CONF": "write it as memory.alloc_conf",
+    "LD_PRELOAD": "the virtual GPU sets it",
+    "CUDA_VISIBLE_DEVICES": "the device options choose the GPU",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moe(Part):
+    """Mixture of experts."""
+
+    _prefix: ClassVar[str] = "model.moe."
+
+    num_moe_experts: int
+    moe_router_topk: int = 2
+    moe_ffn_hidden_size: int | None = None
+    """Of one expert. None: the model's ffn_hidden_size."""
+    moe_shared_expert_intermediate_size: int | None = None
+    """Of all shared experts together. None: no shared expert."""
+    moe_layer_freq: int | tuple[Literal[0, 1], ...] = 1
+    """N: layers 0, N, 2N, … have experts; or one number per layer, 1 for experts and 0 for dense."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.moe_router_topk > self.num_moe_experts:
+            limit = f"num_moe_experts ({self.num_moe_experts})"
+            raise BadKey("model.moe.moe_router_topk", f"{self.moe_router_topk} is more than {limit}")
+
+    def layer_pattern(self, num_layers: int) -> tuple[int, ...]:
+        """1 for each layer with experts, 0 for each dense one."""
+        if isinstance(self.moe_layer_freq, int):
+            return tuple(int(layer % self.moe_layer_freq == 0) for layer in range(num_layers))
+        return self.moe_layer_freq
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mla(Part):
+    """Multi-latent attention; the defaults are Megatron's."""
+
+    _prefix: ClassVar[str] = "model.mla."
+
+    q_lora_rank: int | None = 512
+    """None: queries are projected without a low rank."""
+    kv_lora_rank: int = 512
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_multiple("model.mla.qk_pos_emb_head_dim", self.qk_pos_emb_head_dim, {"the two halves of RoPE": 2})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model(Part):
+    """The shape of a GPT model."""
+
+    _prefix: ClassVar[str] = "model."
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int | None = None
+    """Key/value heads. None: as many as heads. Resolved: `query_groups`."""
+    kv_channels: int | None = None
+    """Size of one head. None: hidden_size / num_attention_heads. Resolved: `head_dim`."""
+    ffn_hidden_size: int | None = None
+    """None: 4 * hidden_size, with SwiGLU too. Resolved: `ffn_size`."""
+    vocab_size: int = 50257
+    """Unpadded."""
+    make_vocab_size_divisible_by: int = 128
+    max_position_embeddings: int | None = None
+    """Rows of the learned position table. None: seq_length. Resolved: `Recipe.max_position_embeddings`."""
+    position_embedding_type: Literal["rope", "learned_absolute", "none"] = "rope"
+    rotary_base: int = 10000
+    rotary_percent: _Share = 1.0
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    activation: Literal["gelu", "swiglu"] = "gelu"
+    add_bias_linear: bool = False
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    share_embeddings_and_output_weights: bool = False
+    attention_dropout: _Dropout = 0.0
+    hidden_dropout: _Dropout = 0.0
+    moe: Moe | None = None
+    mla: Mla | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        heads = self.num_attention_heads
+        if self.mla is not None:
+            for name in ("num_query_groups", "kv_channels"):
+                if getattr(self, name) is not None:
+                    raise BadKey(f"model.{name}", f"{getattr(self, name)} has no meaning with model.mla; leave it out")
+            if self.position_embedding_type != "rope":
+                problem = f"{self.position_embedding_type!r} is not possible with model.mla, only 'rope'"
+                raise BadKey("model.position_embedding_type", problem)
+        else:
+            check_multiple("model.num_attention_heads", heads, {"model.num_query_groups": self.query_groups})
+            if self.kv_channels is None:
+                check_multiple(
+                    "model.hidden_size", self.hidden_size, {"model.num_attention_heads": heads}, "kv_channels unset"
+                )
+            # Megatron rotates two halves of these channels.
+            rotated = int(self.head_dim * self.rotary_percent)
+            if self.position_embedding_type == "rope" and (rotated % 2 or not rotated):
+                problem = (
+                    f"RoPE needs an even number of rotated channels, not {rotated} (rotary_percent of {self.head_dim})"
+                )
+                raise BadKey("model.kv_channels", problem)
+        if self.add_bias_linear and self.moe is not None and self.moe.moe_shared_expert_intermediate_size:
+            raise BadKey("model.add_bias_linear", "true is not possible with shared experts")
+        if self.moe is not None and not isinstance(self.moe.moe_layer_freq, int):
+            length = len(self.moe.moe_layer_freq)
+            if length != self.num_layers:
+                problem = f"a pattern of {length} layers for model.num_layers {self.num_layers}"
+                raise BadKey("model.moe.moe_layer_freq", problem)
+
+    @property
+    def query_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one attention head (without MLA)."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Inner size of a dense MLP."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    @property
+    def expert_ffn_size(self) -> int:
+        """Inner size of one expert; of a dense MLP when there are no experts."""
+        return (self.moe and self.moe.moe_ffn_hidden_size) or self.ffn_size
+
+    def padded_vocab_size(self, tp: int = 1) -> int:
+        """Megatron-LM's rule: the next multiple of make_vocab_size_divisible_by * tp."""
+        multiple = self.make_vocab_size_divisible_by * tp
+        return -(-self.vocab_size // multiple) * multiple
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, with the unpadded vocabulary.
+
+        A learned position table counts with max_position_embeddings rows. Raises `UserError` if that is not set.
+        """
+        hidden = self.hidden_size
+        embedding = self.vocab_size * hidden
+        positions = 0
+        if self.position_embedding_type == "learned_absolute":
+            if self.max_position_embeddings is None:
+                raise BadKey("model.max_position_embeddings", "set it to count the parameters of learned positions")
+            positions = self.max_position_embeddings * hidden
+        expert_layers = sum(self.moe.layer_pattern(self.num_layers)) if self.moe else 0
+        layers = self.num_layers * (self._attention_parameters() + 2 * self._norm_parameters(hidden))
+        layers += (self.num_layers - expert_layers) * self._mlp_parameters(self.ffn_size)
+        if self.moe is not None:
+            experts = self.moe.num_moe_experts
+            layers += expert_layers * (
+                experts * (hidden + self.add_bias_linear)  # router
+                + experts * self._mlp_parameters(self.expert_ffn_size)
+                + self._mlp_parameters(self.moe.moe_shared_expert_intermediate_size or 0)
+            )
+        output = 0 if self.share_embeddings_and_output_weights else embedding
+        return embedding + positions + layers + self._norm_parameters(hidden) + output
+
+    def _norm_parameters(self, size: int) -> int:
+        return 2 * size if self.normalization == "LayerNorm" else size
+
+    def _mlp_parameters(self, size: int) -> int:
+        if not size:
+            return 0
+        inputs = 2 if self.activation == "swiglu" else 1
+        bias = inputs * size + self.hidden_size if self.add_bias_linear else 0
+        return (inputs + 1) * self.hidden_size * size + bias
+
+    def _attention_parameters(self) -> int:
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        output_bias = hidden if self.add_bias_linear else 0
+        if self.mla is not None:
+            mla = self.mla
+            query_size = heads * (mla.qk_head_dim + mla.qk_pos_emb_head_dim)
+            query = query_size * (mla.q_lora_rank or hidden) + hidden * (mla.q_lora_rank or 0)
+            key_value = hidden * (mla.kv_lora_rank + mla.qk_pos_emb_head_dim)
+            key_value += mla.kv_lora_rank * heads * (mla.qk_head_dim + mla.v_head_dim)
+            # With MLA, qk_layernorm normalizes the low-rank vectors.
+            norms = self._norm_parameters((mla.q_lora_rank or 0) + mla.kv_lora_rank) if self.qk_layernorm else 0
+            return query + key_value + norms + heads * mla.v_head_dim * hidden + output_bias
+        qkv_size = (heads + 2 * self.query_groups) * self.head_dim
+        qkv_bias = qkv_size if self.add_bias_linear or self.add_qkv_bias else 0
+        norms = 2 * self._norm_parameters(self.head_dim) if self.qk_layernorm else 0
+        return qkv_size * hidden + qkv_bias + norms + heads * self.head_dim * hidden + output_bias
+
+    def shrunk(self, layers: int | None = None, hidden: int | None = None) -> Model:
+        """A smaller model of the same make: `layers` layers and hidden size `hidden` (None: as now).
+
+        Head size, vocabulary and the number of experts stay; heads, key/value heads, MLP and expert sizes and the ranks
+        of MLA keep their ratio to the hidden size, MLP sizes and ranks rounded to a multiple of 64. A pattern of dense
+        and expert layers is thinned out evenly. Raises `UserError` if a size is larger than now, or if `hidden` is not
+        a multiple of the head size.
+        """
+        changes: dict[str, Any] = {}
+        moe = self.moe
+        if layers is not None:
+            _check_shrunk("layers", layers, self.num_layers)
+            changes["num_layers"] = layers
+            if moe is not None and not isinstance(moe.moe_layer_freq, int):
+                pattern = tuple(moe.moe_layer_freq[i * self.num_layers // layers] for i in range(layers))
+                moe = dataclasses.replace(moe, moe_layer_freq=pattern)
+        if hidden is not None:
+            _check_shrunk("hidden", hidden, self.hidden_size)
+        if hidden is not None and hidden != self.hidden_size:
+
+            def scaled(size: int | None) -> int | None:
+                return None if size is None else max(1, round(size * hidden / self.hidden_size / 64)) * 64
+
+            head_dim = self.mla.v_head_dim if self.mla else self.head_dim
+            check_multiple("model.shrunk.hidden", hidden, {"the head size": head_dim})
+            heads, rest = divmod(self.num_attention_heads * hidden, self.hidden_size)
+            if rest or not heads:
+                # No whole number keeps the ratio: a power of two can at least be split by tensor parallelism.
+                heads = 1 << max(0, heads.bit_length() - 1)
+            changes |= {"hidden_size": hidden, "num_attention_heads": heads}
+            changes["ffn_hidden_size"] = scaled(self.ffn_hidden_size)
+            if self.mla is not None:
+                ranks: dict[str, Any] = {
+                    "q_lora_rank": scaled(self.mla.q_lora_rank),
+                    "kv_lora_rank": scaled(self.mla.kv_lora_rank),
+                }
+                changes["mla"] = dataclasses.replace(self.mla, **ranks)
+            elif self.num_query_groups is not None:
+                groups = max(1, heads * self.num_query_groups // self.num_attention_heads)
+                changes["num_query_groups"] = next(g for g in range(groups, 0, -1) if heads % g == 0)
+            if moe is not None:
+                expert = scaled(moe.moe_ffn_hidden_size)
+                shared = moe.moe_shared_expert_intermediate_size
+                if shared and moe.moe_ffn_hidden_size and expert and shared % moe.moe_ffn_hidden_size == 0:
+                    shared = shared // moe.moe_ffn_hidden_size * expert  # so many experts in one
+                else:
+                    shared = scaled(shared)
+                sizes: dict[str, Any] = {"moe_ffn_hidden_size": expert, "moe_shared_expert_intermediate_size": shared}
+                moe = dataclasses.replace(moe, **sizes)
+        return dataclasses.replace(self, moe=moe, **changes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallelism(Part):
+    """How the job is split over GPUs."""
+
+    _prefix: ClassVar[str] = "parallelism."
+
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    vpp: int | None = None
+    """Model chunks per pipeline rank, 2 or more. None: no interleaving."""
+    cp: int = 1
+    ep: int = 1
+    etp: int | None = None
+    """Tensor parallel size of the experts. None: tp. Resolved: `expert_tp`."""
+    dp: int = 1
+    """Without context parallelism, as Megatron counts it."""
+    distributed_optimizer: bool = False
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sequence_parallel and self.tp == 1:
+            raise BadKey("parallelism.sequence_parallel", "true needs parallelism.tp of 2 or more, not 1")
+        if self.vpp is not None and self.vpp < 2:
+            raise BadKey("parallelism.vpp", f"{self.vpp} is not interleaved; write 2 or more, or leave it out")
+        if self.vpp is not None and self.pp == 1:
+            raise BadKey("parallelism.vpp", f"{self.vpp} needs parallelism.pp of 2 or more, not 1")
+        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
+            problem = "true needs distributed_optimizer: true and overlap_grad_reduce: true"
+            raise BadKey("parallelism.overlap_param_gather", problem)
+        expert_ranks = self.expert_tp * self.ep
+        if self.tp * self.cp * self.dp % expert_ranks:
+            problem = (
+                f"{self.ep} with parallelism.etp {self.expert_tp} makes groups of {expert_ranks} ranks; "
+                f"tp * cp * dp ({self.tp * self.cp * self.dp}) is not a multiple of that"
+            )
+            raise BadKey("parallelism.ep", problem)
+
+    @property
+    def expert_tp(self) -> int:
+        """Tensor parallel size of the experts."""
+        return self.etp or self.tp
+
+    @property
+    def world_size(self) -> int:
+        """GPUs of the job."""
+        return self.tp * self.pp * self.cp * self.dp
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training(Part):
+    """Batch, sequence length, precision and number of steps."""
+
+    _prefix: ClassVar[str] = "training."
+
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    """Samples per step of the whole job. None: micro_batch_size * dp. Resolved: `Recipe.global_batch_size`."""
+    seq_length: int = 4096
+    steps: int = 3
+    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    main_grads: Literal["fp32", "bf16"] = "fp32"
+    """Type of the gradient buffer."""
+    attention_backend: Literal["unfused", "flash"] = "unfused"
+    deterministic: bool = False
+    masked_softmax_fusion: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.main_grads == "bf16" and self.precision != "bf16":
+            raise BadKey("training.main_grads", f"'bf16' needs training.precision 'bf16', not {self.precision!r}")
+        if self.attention_backend == "flash" and self.precision == "fp32":
+            problem = "'flash' needs training.precision 'bf16' or 'fp16', not 'fp32'"
+            raise BadKey("training.attention_backend", problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer(Part):
+    """The optimizer; its other settings are Megatron's defaults."""
+
+    _prefix: ClassVar[str] = "optimizer."
+
+    kind: Literal["adam", "sgd"] = "adam"
+    lr: _Amount = 1e-4
+    weight_decay: _Amount = 0.01
+    clip_grad: _Amount = 1.0
+    """Largest gradient norm; 0 turns clipping off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory(Part):
+    """Memory settings."""
+
+    _prefix: ClassVar[str] = "memory."
+
+    alloc_conf: str = ""
+    """Text of PYTORCH_CUDA_ALLOC_CONF, as in "expandable_segments:True"; PyTorch itself judges names and values."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        pair = r" *\w+ *: *(\[[^][]*\]|[^][,: ]+) *"  # a value may be a list: roundup_power2_divisions:[256:1,>:4]
+        if self.alloc_conf and not re.fullmatch(f"{pair}(,{pair})*", self.alloc_conf):
+            problem = f"{self.alloc_conf!r} is not made of key:value pairs separated by commas"
+            raise BadKey("memory.alloc_conf", problem)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(Part):
+    """All that decides how much memory a training job takes. Equal digests mean: the same job, whatever its name."""
+
+    model: Model
+    parallelism: Parallelism = field(default_factory=Parallelism)
+    training: Training = field(default_factory=Training)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    memory: Memory = field(default_factory=Memory)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """More environment variables of the process that runs it, as in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}."""
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in self.environment:
+            if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
+                problem = f"{name!r} is not a name of capital letters, digits and underscores"
+                raise BadKey("environment", problem)
+            reason = "the plugin's own" if name.startswith("MBMEM_") else _RESERVED_ENVIRONMENT.get(name)
+            if reason:
+                raise BadKey(f"environment.{name}", f"may not be set here: {reason}")
+        self._check_split()
+        self._check_batch()
+
+    def _check_split(self) -> None:
+        model, split = self.model, self.parallelism
+        tp = {"parallelism.tp": split.tp}
+        stages = {"parallelism.pp": split.pp} | ({"parallelism.vpp": split.vpp} if split.vpp else {})
+        check_multiple("model.num_layers", model.num_layers, stages)
+        check_multiple("model.num_attention_heads", model.num_attention_heads, tp)
+        check_multiple("model.ffn_hidden_size", model.ffn_size, tp)
+        if model.mla is None:
+            groups = model.query_groups
+            if groups % split.tp and split.tp % groups:
+                problem = f"{groups} is neither a multiple nor a divisor of parallelism.tp ({split.tp})"
+                raise BadKey("model.num_query_groups", problem)
+            # Matters where the groups are fewer than the ranks, which then share a head's channels.
+            check_multiple("model.kv_channels", 2 * groups * model.head_dim, tp, "channels of keys and values")
+        if model.moe is None:
+            for name in ("ep", "etp"):
+                value = getattr(split, name)
+                if value not in (None, 1):
+                    raise BadKey(f"parallelism.{name}", f"{value} needs a model with experts (model.moe)")
+            return
+        moe = model.moe
+        if split.tp > 1 and not split.sequence_parallel:
+            problem = "false with experts (model.moe) and tensor parallelism; Megatron trains them only with true"
+            raise BadKey("parallelism.sequence_parallel", problem)
+        if model.add_bias_linear and split.expert_tp > 1:
+            problem = f"true with experts needs parallelism.etp 1, not {split.expert_tp}"
+            raise BadKey("model.add_bias_linear", problem)
+        check_multiple("model.moe.num_moe_experts", moe.num_moe_experts, {"parallelism.ep": split.ep})
+        check_multiple("model.moe.moe_ffn_hidden_size", model.expert_ffn_size, {"parallelism.etp": split.expert_tp})
+        shared = moe.moe_shared_expert_intermediate_size
+        if shared is not None:
+            check_multiple("model.moe.moe_shared_expert_intermediate_size", shared, tp)
+
+    def _check_batch(self) -> None:
+        split, training = self.parallelism, self.training
+        samples = {"training.micro_batch_size": training.micro_batch_size, "parallelism.dp": split.dp}
+        check_multiple("training.global_batch_size", self.global_batch_size, samples)
+        if split.vpp:
+            pp = {"parallelism.pp": split.pp}
+            check_multiple("training.global_batch_size", self.num_microbatches, pp, "microbatches, interleaved by vpp")
+        if split.cp > 1:
+            check_multiple(
+                "training.seq_length", training.seq_length, {"parallelism.cp": split.cp, "two parts a rank": 2}
+            )
+        if split.sequence_parallel:
+            ranks = {"parallelism.tp": split.tp, "parallelism.cp": split.cp}
+            check_multiple("training.seq_length", training.seq_length, ranks)
+        if (
+            self.model.position_embedding_type == "learned_absolute"
+            and training.seq_length > self.max_position_embeddings
+        ):
+            limit = f"model.max_position_embeddings ({self.max_position_embeddings})"
+            raise BadKey("training.seq_length", f"{training.seq_length} is more than {limit}")
+
+    @property
+    def world_size(self) -> int:
+        """GPUs of the job."""
+        return self.parallelism.world_size
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step of the whole job."""
+        return self.training.global_batch_size or self.training.micro_batch_size * self.parallelism.dp
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches per step on each data-parallel rank."""
+        return self.global_batch_size // (self.training.micro_batch_size * self.parallelism.dp)
+
+    @property
+    def max_position_embeddings(self) -> int:
+        """Longest sequence that the model takes."""
+        return self.model.max_position_embeddings or self.training.seq_length
+
+    def not_yet(self) -> list[str]:
+        """Why this version cannot measure the recipe; empty if it can."""
+        reasons = []
+        if self.model.moe is not None:
+            reasons.append("model.moe: mixture of experts")
+        if self.model.mla is not None:
+            reasons.append("model.mla: multi-latent attention")
+        if self.parallelism.cp > 1 and self.training.attention_backend == "unfused":
+            reasons.append("parallelism.cp with training.attention_backend unfused: Megatron's own attention has no CP")
+        return reasons
+
+    def but(self, **changes: object) -> Recipe:
+        """The same recipe with other values, named without their part: `recipe.but(tp=2, seq_length=1024)`.
+
+        Takes whole parts too (`model=...`); a field given beside its part is set in the new part. Fields of `moe` and
+        `mla` can be named where the model has them. Raises `UserError` for an unknown name or an impossible value.
+        """
+        parts = (Recipe, Model, Moe, Mla, Parallelism, Training, Optimizer, Memory)
+        names = [f.name for part in parts for f in dataclasses.fields(part)]
+        for name in changes:
+            if name not in names:
+                raise BadKey("but()", f"{name!r} is not a field of a recipe; {did_you_mean(name, names)}".rstrip("; "))
+        result = _replaced(self, changes)
+        if changes:
+            raise BadKey("but()", f"{', '.join(changes)}: the recipe's model has no such part")
+        return typing.cast(Recipe, result)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of SHA-256 over what was chosen; the same in every process and in later versions.
+
+        The name does not count, nor does a value that is what its field would be if left out, so that a field added
+        later with a default leaves all digests as they are.
+        """
+        text = json.dumps(self._chosen(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def differences(self, other: Recipe) -> dict[str, tuple[object, object]]:
+        """Dotted key -> (value here, value there) of all that was chosen differently; empty if the digests are equal.
+
+        Values that were left out are shown as what they come to; None stands for a key that a recipe does not have.
+        """
+        mine, theirs = dict(self._resolved()), dict(other._resolved())
+        keys = sorted(self._chosen().keys() | other._chosen().keys())
+        return {k: (mine.get(k), theirs.get(k)) for k in keys if mine.get(k) != theirs.get(k)}
+
+    def _left_out(self) -> dict[str, object]:
+        """What the fields whose default depends on other fields come to when they are left out."""
+        model, training = self.model, self.training
+        return {
+            "model.num_query_groups": model.num_attention_heads,
+            "model.kv_channels": model.hidden_size // model.num_attention_heads,
+            "model.ffn_hidden_size": 4 * model.hidden_size,
+            "model.max_position_embeddings": training.seq_length,
+            "model.moe.moe_ffn_hidden_size": model.ffn_size,
+            "parallelism.etp": self.parallelism.tp,
+            "training.global_batch_size": training.micro_batch_size * self.parallelism.dp,
+        }
+
+    def _resolved(self) -> Iterator[tuple[str, object]]:
+        left_out = self._left_out()
+        for key, value, _ in _leaves(self, ""):
+            yield key, left_out.get(key) if value is None else value
+
+    def _chosen(self) -> dict[str, object]:
+        left_out = self._left_out()
+        leaves = _leaves(self, "")
+        return {k: v for k, v, default in leaves if v is not None and v != left_out.get(k, default) and k != "name"}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` reads back, without what equals its default."""
+        return _to_dict(self)
+
+    def to_yaml(self) -> str:
+        """Text that `from_yaml` reads back, without what equals its default."""
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+    @classmethod
+    def from_dict(cls, data: object, source: str = "recipe") -> Recipe:
+        """Make a recipe of nested mappings.
+
+        `model` may be a preset's name, or a mapping with `preset` and perhaps `shrunk: {layers: …, hidden: …}`, whose
+        other keys then override the preset's. Raises `UserError`, with `source` in front, for unknown keys, wrong types
+        and impossible sizes.
+        """
+        return _from_dict(data, source, {})
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Recipe:
+        """Read a recipe file; see `from_dict`. Errors name the line too, and a key given twice is one."""
+        from .strict_yaml import read_yaml
+
+        data, lines = read_yaml(path)
+        return _from_dict(data, str(path), lines)
+
+
+def _leaves(part: Part, prefix: str) -> Iterator[tuple[str, object, object]]:
+    """Dotted key, value and default of every field down the tree."""
+    for f in dataclasses.fields(part):
+        value = getattr(part, f.name)
+        if isinstance(value, Part):
+            if f.default is None:
+                yield f"{prefix}{f.name}", True, None  # having the part is a choice, even with all its defaults
+            yield from _leaves(value, f"{prefix}{f.name}.")
+        elif isinstance(value, Mapping):
+            yield from ((f"{prefix}{f.name}.{k}", v, None) for k, v in value.items())
+        else:
+            yield f"{prefix}{f.name}", value, f.default
+
+
+def _to_dict(part: Part) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    for f in dataclasses.fields(part):
+        value = getattr(part, f.name)
+        if isinstance(value, Part):
+            value = _to_dict(value)
+        elif isinstance(value, Mapping):
+            value = dict(value)
+        elif value == f.default:
+            continue
+        elif isinstance(value, tuple):
+            value = list(value)
+        # An empty part is one of defaults only, except where None is the default.
+        if value != {} or f.default is None:
+            data[f.name] = value
+    return data
+
+
+def _replaced(part: Part, changes: dict[str, object]) -> Part:
+    """The part with the fields that the changes name, its own or those of the parts in it; these leave the changes."""
+    values = {f.name: changes.pop(f.name, getattr(part, f.name)) for f in dataclasses.fields(part)}
+    values = {k: _replaced(v, changes) if isinstance(v, Part) else v for k, v in values.items()}
+    return type(part)(**values)
+
+
+def _check_shrunk(name: str, value: object, now: int) -> None:
+    if type(value) is not int or not 1 <= value <= now:
+        raise BadKey(f"model.shrunk.{name}", f"{show(value)} is not a whole number from 1 to {now}, the size now")
+
+
+def _from_dict(data: object, source: str, lines: Mapping[str, int]) -> Recipe:
+    try:
+        return typing.cast(Recipe, _build(Recipe, data, ""))
+    except BadKey as error:
+        line = lines.get(error.key, lines.get(error.key.rpartition(".")[0]))
+        raise UserError(f"{source}{f':{line}' if line else ''}: {error}") from None
+
+
+def _build(cls: type[Part], data: object, prefix: str, base: object = None) -> object:
+    """A part of the keys in the data; those that are absent are the base's, or else the defaults."""
+    if not isinstance(data, Mapping):
+        raise BadKey(prefix.rstrip(".") or "the whole", f"{show(data)} is not a mapping of keys to values")
+    hints = hints_of(cls)
+    if cls is Model:
+        _check_keys(data, prefix, [*hints, "preset", "shrunk"])
+        base, data = _preset(data)
+    else:
+        _check_keys(data, prefix, list(hints))
+    values = {name: getattr(base, name) for name in hints} if base else {}
+    for name, value in data.items():
+        part = next((a for a in alternatives(hints[name]) if isinstance(a, type) and issubclass(a, Part)), None)
+        if part is Model and isinstance(value, str):
+            value = {"preset": value}
+        if part is not None and not (value is None and type(None) in alternatives(hints[name])):
+            value = _build(part, value, f"{prefix}{name}.", values.get(name))
+        values[name] = value
+    for f in dataclasses.fields(cls):
+        if f.name not in values and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
+            raise BadKey(f"{prefix}{f.name}", "is missing")
+    return cls(**values)
+
+
+def _check_keys(data: Mapping[Any, object], prefix: str, allowed: list[str]) -> None:
+    for key in data:
+        if key not in allowed:
+            shown = key if isinstance(key, str) and key.isprintable() else show(key)
+            hint = did_you_mean(key, allowed)
+            raise BadKey(f"{prefix}{shown}", f"unknown key; {hint}allowed: {', '.join(allowed)}")
+
+
+def _preset(data: Mapping[str, object]) -> tuple[Model | None, Mapping[str, object]]:
+    """The preset that the keys of a model name, shrunk if they say so, and the other keys."""
+    others = {k: v for k, v in data.items() if k not in ("preset", "shrunk")}
+    if "preset" not in data:
+        if "shrunk" in data:
+            raise BadKey("model.shrunk", "needs model.preset, the model to shrink")
+        return None, others
+    from .models import preset
+
+    try:
+        model = preset(data["preset"])
+    except UserError as error:
+        raise BadKey("model.preset", str(error)) from None
+    sizes = data.get("shrunk", {})
+    if not isinstance(sizes, Mapping):
+        raise BadKey("model.shrunk", f"{show(sizes)} is not a mapping of layers and hidden")
+    _check_keys(sizes, "model.shrunk.", ["layers", "hidden"])
+    return model.shrunk(**sizes), others

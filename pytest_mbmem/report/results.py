@@ -1,0 +1,126 @@
+"""The results of a run, test by test: what every report is made from. Plain data in and out.
+
+Under xdist they travel from the workers to the controller on pytest's own test reports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import UserError
+from ..gates import Judgement, PeakGate
+from ..measurement import Measurement, RankMeasurement
+
+SCHEMA = 1
+"""Version of the file that --mbmem-json writes; a file with another one is refused."""
+
+
+@dataclass
+class Judged:
+    """A verdict, and whether --mbmem-update accepts what it is about."""
+
+    judgement: Judgement
+    accepted: bool = False
+
+    @property
+    def passed(self) -> bool:
+        """Whether the test may pass."""
+        return self.judgement.passed or self.accepted
+
+    def to_json(self) -> dict[str, Any]:
+        """The judgement's fields and what follows from them."""
+        judgement = self.judgement
+        return {
+            **dataclasses.asdict(judgement),
+            "change": judgement.change,
+            "passed": judgement.passed,
+            "accepted": self.accepted,
+            "explanation": judgement.explain(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Judged:
+        """Read what `to_json` wrote."""
+        names = [f.name for f in dataclasses.fields(Judgement)]
+        fields = {name: data[name] for name in names}
+        fields["gate"] = PeakGate(**fields["gate"])
+        fields["notes"] = tuple(fields["notes"])
+        return cls(Judgement(**fields), data["accepted"])
+
+
+@dataclass
+class Measured:
+    """One measurement of a test and what its gates said."""
+
+    key: str  # as in the baseline file: the node id without its module, with "@name" behind it
+    name: str | None
+    measurement: Measurement
+    judged: list[Judged] = field(default_factory=list)
+
+    def rank(self, number: int | None) -> RankMeasurement | None:
+        """The measured rank of that number."""
+        return next((r for r in self.measurement.ranks if r.rank == number), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "key": self.key,
+            "name": self.name,
+            "judgements": [j.to_json() for j in self.judged],
+            "measurement": self.measurement.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str) -> Measured:
+        """Read what `to_json` wrote."""
+        measurement = Measurement.from_json(data["measurement"], source)
+        return cls(data["key"], data["name"], measurement, [Judged.from_json(j) for j in data["judgements"]])
+
+
+@dataclass
+class TestResult:
+    """A test that measures, and how it ended."""
+
+    __test__ = False  # not a test class, in spite of its name
+
+    id: str
+    outcome: str = "passed"  # passed, failed, error, skipped, xfailed, xpassed
+    duration: float = 0.0  # seconds, setup and teardown included
+    measured: list[Measured] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        measured = [m.to_json() for m in self.measured]
+        return {"id": self.id, "outcome": self.outcome, "duration": self.duration, "measurements": measured}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str) -> TestResult:
+        """Read what `to_json` wrote."""
+        measured = [Measured.from_json(m, source) for m in data["measurements"]]
+        return cls(data["id"], data["outcome"], data["duration"], measured)
+
+
+@dataclass
+class Results:
+    """All tests of a run that measure, in the order in which they ended."""
+
+    header: Mapping[str, str] = field(default_factory=dict)  # what the report header says, by name
+    tests: dict[str, TestResult] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data, the form of the --mbmem-json file."""
+        return {"schema": SCHEMA, "header": dict(self.header), "tests": [t.to_json() for t in self.tests.values()]}
+
+    @classmethod
+    def from_json(cls, data: Any, source: str) -> Results:
+        """Read what `to_json` wrote. Raises `UserError` naming `source` for anything else."""
+        if not isinstance(data, Mapping) or data.get("schema") != SCHEMA or "tests" not in data:
+            raise UserError(f"{source}: not a file of --mbmem-json, schema {SCHEMA}")
+        try:
+            tests = [TestResult.from_json(test, source) for test in data["tests"]]
+            return cls(dict(data["header"]), {test.id: test for test in tests})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{source}: a damaged file of --mbmem-json ({error!r})") from None

@@ -1,0 +1,341 @@
+"""What one pytest process measures with, and what it knows about each test: plans, measurements, judgements.
+
+`MeasuringTests` has the hooks that run for every test. It is registered when the first test that measures is found, so
+that a session without one pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import pytest
+
+from .errors import MeasurementFailed, OutOfMemory, UserError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from .baselines import Baselines, Entry, Record
+    from .gates import Judgement, PeakGate
+    from .item import Worker
+    from .measure.launch import Launcher
+    from .measurement import Device, Measurement
+    from .options import Options
+    from .recipe import Recipe
+    from .report.results import Measured
+
+MARKER = "peak_memory"
+
+
+@dataclass
+class Plan:
+    """How a test is to be measured, decided when it is collected."""
+
+    gates: tuple[PeakGate, ...] = ()
+    in_worker: bool = False  # the whole test runs in a worker
+    mistake: str | None = None
+
+
+@dataclass
+class TestRecord:
+    """What one run of a test measured."""
+
+    __test__ = False
+
+    measured: list[Measured] = field(default_factory=list)
+    records: list[Record] = field(default_factory=list)  # what --mbmem-update may write
+
+    def to_json(self) -> dict[str, Any]:
+        """What travels on the test's report, plain data."""
+        return {
+            "measurements": [m.to_json() for m in self.measured],
+            "records": [r.to_json() for r in self.records],
+        }
+
+
+PLAN = pytest.StashKey["Plan | None"]()
+RECORD = pytest.StashKey[TestRecord]()
+RUN = pytest.StashKey["Run"]()
+
+
+class Run:
+    """The measuring side of one pytest process: launcher, device and baselines, each made when first needed.
+
+    With `worker`, this process is itself the worker that one whole test runs in.
+    """
+
+    def __init__(self, config: pytest.Config, options: Options, worker: Worker | None = None) -> None:
+        self.config = config
+        self.options = options
+        self.worker = worker
+        self._hooks_registered = False
+
+    @cached_property
+    def launcher(self) -> Launcher:
+        """Of this session, closed at its end."""
+        from .measure import launch
+
+        launcher = launch.Launcher(self.options.gpu, timeout=self.options.timeout)
+        self.config.add_cleanup(launcher.close)
+        return launcher
+
+    @property
+    def device(self) -> Device:
+        """What is measured on."""
+        return self.worker.device if self.worker is not None else self.launcher.device
+
+    @cached_property
+    def baselines(self) -> Baselines:
+        """Of the device."""
+        from .baselines import Baselines
+
+        return Baselines(self.options.baselines, self.device.key)
+
+    def register_hooks(self) -> None:
+        """Have the hooks of `MeasuringTests` called from now on."""
+        if not self._hooks_registered:
+            self._hooks_registered = True
+            self.config.pluginmanager.register(MeasuringTests(self), "mbmem-measuring-tests")
+
+    def plan(self, item: pytest.Item) -> Plan | None:
+        """How to measure the test; None for one that has nothing to do with this plugin."""
+        fixtures = getattr(item, "fixturenames", ())
+        marked = any(marker.name == MARKER for marker in item.iter_markers())
+        mbmem, model = "mbmem" in fixtures, "megatron_model" in fixtures
+        if not (marked or mbmem or model):
+            return None
+        plan = Plan(in_worker=not mbmem)
+        try:
+            plan.gates = self._gates(item)
+            if mbmem and model:
+                raise UserError(
+                    f"{item.nodeid}: uses mbmem, which measures in workers of its own, and megatron_model, which needs "
+                    "the whole test in a worker; use one of them"
+                )
+        except UserError as error:
+            plan.mistake = str(error)
+        return plan
+
+    def _gates(self, item: pytest.Item) -> tuple[PeakGate, ...]:
+        """Of all markers; the closest one decides where several gate the same figure."""
+        from .gates import PeakGate
+
+        gates: dict[str, PeakGate] = {}
+        for marker in item.iter_markers(MARKER):
+            gate = PeakGate.from_marker(marker.args, marker.kwargs, self.options.gate_defaults, item.nodeid)
+            gates.setdefault(gate.metric_id, gate)
+        return tuple(gates.values())
+
+    # Measuring --------------------------------------------------------------------------------------------------------
+
+    def measure(
+        self,
+        item: pytest.Item,
+        recipe: Recipe | Mapping[str, Any] | str | Path,
+        name: str | None,
+        ranks: Literal["distinct", "all"] | Sequence[int],
+        may_fail: bool,
+    ) -> Measurement:
+        """Measure a recipe for a test and keep the result for its gates and for the reports."""
+        key = self._new_key(item, name)
+        measurement = self.launcher.measure(_recipe(item, recipe), ranks=ranks)
+        self.keep(item, key, name, measurement)
+        failure = measurement.failure
+        if failure is not None and not may_fail:
+            place = f" in {failure.name}" if failure.name else ""
+            kind = OutOfMemory if failure.kind == "out of memory" else MeasurementFailed
+            what = "the worker raised an error" if failure.kind == "error" else failure.kind
+            raise kind(f"{what} on rank {failure.rank}{place} ({self.device.name}): {failure.message}")
+        return measurement
+
+    def keep(self, item: pytest.Item, key: str, name: str | None, measurement: Measurement) -> None:
+        """Put a measurement on the test's record."""
+        from .report.results import Measured
+
+        item.stash.setdefault(RECORD, TestRecord()).measured.append(Measured(key, name, measurement))
+
+    def _new_key(self, item: pytest.Item, name: str | None) -> str:
+        from .baselines import clean_nodeid
+
+        if name is not None and (not isinstance(name, str) or not name or not name.isprintable() or "@" in name):
+            raise UserError(f"{item.nodeid}: mbmem.measure(name={name!r}): allowed is text without '@'")
+        key = clean_nodeid(item.nodeid)[1] + (f"@{name}" if name else "")
+        plan = item.stash.get(PLAN, None)
+        against_baseline = plan is not None and any(gate.limit is None for gate in plan.gates)
+        if against_baseline and any(m.key == key for m in item.stash.setdefault(RECORD, TestRecord()).measured):
+            again = f"named {name!r}" if name else "without a name"
+            raise UserError(
+                f"{item.nodeid}: a second measurement {again}; each one after the first needs a name of its own "
+                'to have a baseline of its own: mbmem.measure(recipe, name="...")'
+            )
+        return key
+
+    # Judging ----------------------------------------------------------------------------------------------------------
+
+    def judge(self, item: pytest.Item, plan: Plan) -> list[str]:
+        """Judge all the test measured by all its gates. Returns a text for each verdict that must fail the test."""
+        from .baselines import clean_nodeid
+        from .gates import judge
+        from .report.results import Judged
+        from .report.terminal import failure_text
+
+        record = item.stash.setdefault(RECORD, TestRecord())
+        if plan.gates and not record.measured:
+            return [f"nothing was measured: {item.nodeid} has the {MARKER} marker, but never called mbmem.measure()"]
+        module = clean_nodeid(item.nodeid)[0]
+        texts = []
+        for measured in record.measured:
+            for gate in plan.gates:
+                entry = None if gate.limit is not None else self._baseline(module, measured.key)
+                judgement = judge(gate, measured.measurement, entry, measured.key)
+                accepted = False
+                if gate.limit is None and measured.measurement.failure is None and judgement.measured is not None:
+                    new = _record(module, measured, judgement)
+                    record.records.append(new)
+                    accepted = self._accepts(judgement, entry)
+                judged = Judged(judgement, accepted)
+                measured.judged.append(judged)
+                if not judged.passed:
+                    to_paste = self._to_paste(new) if judgement.verdict == "missing" else None
+                    texts.append(failure_text(item.nodeid, measured, judgement, to_paste))
+        return texts
+
+    def _baseline(self, module: str, key: str) -> Entry | None:
+        from .baselines import DamagedFile
+
+        try:
+            return self.baselines.get(module, key)
+        except DamagedFile:
+            if self.options.update == "all":  # will be written anew
+                return None
+            raise
+
+    def _accepts(self, judgement: Judgement, entry: Entry | None) -> bool:
+        """Whether --mbmem-update makes what was measured the baseline."""
+        update, verdict = self.options.update, judgement.verdict
+        if update is None or self._baseline_is_equal(judgement):
+            return False
+        if update == "new":
+            return verdict == "missing"
+        if update == "changed":
+            return verdict != "pass"
+        return True
+
+    @staticmethod
+    def _baseline_is_equal(judgement: Judgement) -> bool:
+        return judgement.verdict == "pass" and judgement.measured == judgement.reference
+
+    def _to_paste(self, record: Record) -> str:
+        from .baselines import paste
+
+        return str(paste(self.options.baselines, [record]))
+
+
+def _recipe(item: pytest.Item, recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
+    """A YAML file's path is relative to the test's own file."""
+    from collections.abc import Mapping
+
+    from .recipe import Recipe
+
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, (str, Path)):
+        return Recipe.from_yaml(item.path.parent / recipe)
+    if isinstance(recipe, Mapping):
+        return Recipe.from_dict(recipe, f"{item.nodeid}: recipe")
+    raise UserError(
+        f"{item.nodeid}: mbmem.measure({recipe!r}): allowed are a Recipe, the path of a YAML file, or a mapping of "
+        "what such a file holds"
+    )
+
+
+def _record(module: str, measured: Measured, judgement: Judgement) -> Record:
+    from .baselines import Record
+
+    return Record.of(module, measured.key, judgement.gate, measured.measurement)
+
+
+class MeasuringTests:
+    """The hooks that run for every test."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """Run a test that has no `mbmem` fixture whole in a worker."""
+        plan = item.stash.get(PLAN, None)
+        if plan is None or not plan.in_worker or plan.mistake is not None or self.run.worker is not None:
+            return None
+        if item.config.getoption("setuponly", False):  # --setup-only and --setup-plan run no test
+            return None
+        from .item import run_in_worker
+
+        run_in_worker(self.run, item, nextitem)
+        return True
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Begin with a clean record (a test may run again), and refuse a test with a mistake in it."""
+        plan = item.stash.get(PLAN, None)
+        if plan is None:
+            return
+        item.stash[RECORD] = TestRecord()
+        if plan.mistake is not None:
+            pytest.fail(plan.mistake, pytrace=False)
+
+    @pytest.hookimpl(wrapper=True, trylast=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
+        """Judge what the test measured when its body is through; a failing body is judged for the reports only."""
+        plan = item.stash.get(PLAN, None)
+        if plan is None:
+            return (yield)
+        watch = self.run.worker.watch() if self.run.worker is not None else None
+        try:
+            result = yield
+        except (Exception, pytest.fail.Exception):
+            try:
+                self._judge(item, plan, watch)
+            except UserError:  # the test's own failure is the one to report
+                pass
+            item.stash[RECORD].records.clear()
+            raise
+        try:
+            texts = self._judge(item, plan, watch)
+        except UserError as error:
+            texts = [str(error)]
+        if texts:
+            pytest.fail("\n\n".join(texts), pytrace=False)
+        return result
+
+    def _judge(self, item: pytest.Item, plan: Plan, watch: Any) -> list[str]:
+        if watch is not None:
+            from .baselines import clean_nodeid
+
+            self.run.keep(item, clean_nodeid(item.nodeid)[1], None, watch.measurement())
+        return self.run.judge(item, plan)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put the figures on the report, where xdist carries them to the controller, and among its properties."""
+        plan = item.stash.get(PLAN, None)
+        record = item.stash.get(RECORD, None)
+        if plan is None or record is None:
+            return (yield)
+        if call.when == "call":
+            from .report.junit import properties
+
+            mine = properties(record.measured)
+            names = {name for name, _ in mine}
+            item.user_properties[:] = [p for p in item.user_properties if p[0] not in names] + mine
+        report = yield
+        report.mbmem = record.to_json() if call.when == "call" else {}
+        return report
+
+

@@ -1,0 +1,154 @@
+/* The one place that holds what the virtual GPUs of this process are and hold.
+ *
+ * libvirtual_gpu.so (config.c, memory.c, objects.c) owns all state. libcudart, libcuda and libnvidia-ml are thin: each
+ * translates its own interface into the calls below. Every status is a number that the CUDA runtime and the driver API
+ * share (0 success, 1 invalid value, 2 out of memory, ...), so both pass it on unchanged.
+ */
+#ifndef VIRTUAL_GPU_H
+#define VIRTUAL_GPU_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define VGPU_MAX_DEVICES 16
+
+enum vgpu_status {
+    VGPU_SUCCESS = 0,
+    VGPU_INVALID_VALUE = 1,
+    VGPU_OUT_OF_MEMORY = 2,
+    VGPU_INVALID_SYMBOL = 13,
+    VGPU_NO_DEVICE = 100,
+    VGPU_INVALID_DEVICE = 101,
+    VGPU_INVALID_CONTEXT = 201,
+    VGPU_INVALID_HANDLE = 400,
+    VGPU_NOT_FOUND = 500,
+    VGPU_PEER_ALREADY_ENABLED = 704,
+    VGPU_PEER_NOT_ENABLED = 705,
+    VGPU_HOST_ALREADY_REGISTERED = 712,
+    VGPU_HOST_NOT_REGISTERED = 713,
+    VGPU_NOT_SUPPORTED = 801,
+};
+
+/* --- config.c: what the GPUs pretend to be; all devices are alike ------------------------------------------------- */
+
+typedef struct {
+    int device_count; /* 0 when the environment describes no GPU */
+    char name[96];
+    uint64_t capacity;      /* bytes, as cudaMemGetInfo's total */
+    uint64_t context_bytes; /* bytes of the capacity that the CUDA context takes from each process */
+    int major, minor;       /* compute capability */
+    int sm_count, threads_per_sm, l2_bytes;
+    int shared_bytes_per_sm, shared_bytes_per_block_optin;
+} vgpu_config;
+
+/* The configuration, read from the environment at the first call and fixed from then on. */
+const vgpu_config *vgpu_configuration(void);
+
+/* The configuration as it would be now, without fixing it: for NVML, which is asked before a fork server forks. */
+vgpu_config vgpu_peek_configuration(void);
+
+/* A device attribute by its number (CUdevice_attribute and cudaDeviceAttr share numbers); 0 for features it lacks. */
+int vgpu_attribute(int attribute, int device, int *value);
+
+void vgpu_pci_bus_id(int device, char *text, size_t size); /* "00000000:01:00.0" */
+void vgpu_uuid(int device, unsigned char uuid[16]);
+
+/* Names and text of a status; NULL for a number not known here. */
+const char *vgpu_runtime_error_name(int status);
+const char *vgpu_driver_error_name(int status);
+const char *vgpu_error_text(int status);
+
+/* --- memory.c: addresses, accounting and data --------------------------------------------------------------------- */
+
+#define VGPU_GRANULARITY (2ull << 20)    /* bytes; every device allocation is rounded up to it */
+#define VGPU_CARRIED_BYTES (1ull << 20)  /* larger transfers to or within devices lose their data: it reads as zeros */
+#define VGPU_POOL_ALIGNMENT 512ull       /* bytes; of cudaMallocAsync */
+
+enum vgpu_kind { VGPU_UNKNOWN, VGPU_DEVICE, VGPU_HOST, VGPU_MANAGED };
+
+typedef struct {
+    enum vgpu_kind kind;
+    int device;
+    uint64_t start, size; /* of the whole allocation */
+} vgpu_pointer;
+
+int vgpu_malloc(int device, uint64_t bytes, uint64_t *address);
+int vgpu_pool_malloc(int device, uint64_t bytes, uint64_t *address);
+int vgpu_free(uint64_t address);
+void vgpu_memory_info(int device, uint64_t *free_bytes, uint64_t *total_bytes);
+
+typedef struct {
+    uint64_t release_threshold, reserved, reserved_high, used, used_high; /* bytes */
+} vgpu_pool;
+vgpu_pool vgpu_pool_state(int device);
+void vgpu_pool_set_threshold(int device, uint64_t bytes);
+void vgpu_pool_reset_high(int device);
+void vgpu_pool_trim(int device, uint64_t keep_bytes);
+void vgpu_synchronize(int device); /* everything is done at once; what a synchronisation does is trim the pool */
+
+int vgpu_host_alloc(uint64_t bytes, enum vgpu_kind kind, void **pointer);
+int vgpu_host_free(void *pointer);
+int vgpu_host_register(void *pointer, uint64_t bytes);
+int vgpu_host_unregister(void *pointer);
+vgpu_pointer vgpu_find(uint64_t address);
+
+/* Virtual memory management. Physical memory is charged from create until it is neither referenced nor mapped. */
+int vgpu_reserve(uint64_t bytes, uint64_t alignment, uint64_t *address);
+int vgpu_unreserve(uint64_t address, uint64_t bytes);
+int vgpu_physical_create(int device, uint64_t bytes, uint64_t *handle);
+int vgpu_physical_release(uint64_t handle);
+int vgpu_physical_retain(uint64_t address, uint64_t *handle);
+int vgpu_physical_device(uint64_t handle);
+int vgpu_map(uint64_t address, uint64_t bytes, uint64_t handle);
+int vgpu_unmap(uint64_t address, uint64_t bytes);
+int vgpu_set_access(uint64_t address, uint64_t bytes);
+
+/* Any mixture of host and device memory. */
+int vgpu_copy(void *to, const void *from, uint64_t bytes);
+int vgpu_copy_2d(void *to, uint64_t to_pitch, const void *from, uint64_t from_pitch, uint64_t width, uint64_t height);
+/* `pattern` of 1, 2 or 4 bytes, `count` times. */
+int vgpu_fill(void *to, uint32_t pattern, int pattern_bytes, uint64_t count);
+
+typedef struct { /* counters.py reads this structure: keep both in step */
+    uint64_t kernel_launches;
+    uint64_t allocations, frees, failed_allocations; /* of device memory: cudaMalloc, cuMemCreate, growth of a pool */
+    uint64_t bytes_used, bytes_peak;                 /* without the context */
+} vgpu_counters;
+int vgpu_read_counters(int device, vgpu_counters *counters);
+
+/* --- objects.c: the calling thread's device, streams, events, kernels --------------------------------------------- */
+
+int vgpu_current_device(void); /* of the calling thread; does not create a context */
+int vgpu_set_device(int device);
+int vgpu_has_context(int device);
+int vgpu_enter(void); /* the current device, whose primary context now exists; negative when there is no device */
+uint64_t vgpu_context(int device);
+int vgpu_context_device(uint64_t context); /* negative for what is no context of ours */
+
+uint64_t vgpu_new_handle(void); /* distinct, never NULL */
+
+typedef struct {
+    int device, priority;
+    unsigned flags;
+    uint64_t id;
+} vgpu_stream;
+int vgpu_stream_create(unsigned flags, int priority, vgpu_stream **stream);
+void vgpu_stream_destroy(vgpu_stream *stream);
+vgpu_stream vgpu_stream_of(void *handle); /* takes the default streams' handles too */
+
+typedef struct {
+    int device, timed, recorded;
+} vgpu_event;
+int vgpu_event_create(int timed, vgpu_event **event);
+int vgpu_event_destroy(vgpu_event *event);
+int vgpu_event_record(vgpu_event *event);
+int vgpu_event_elapsed(const vgpu_event *start, const vgpu_event *end, float *milliseconds); /* NaN: nothing ran */
+
+int vgpu_launch(void); /* count a kernel on the current device; it computes nothing */
+uint64_t vgpu_launches(int device);
+int vgpu_occupancy(int threads_per_block, uint64_t shared_bytes); /* blocks per SM */
+
+/* Say once on stderr what a virtual GPU cannot do, and return VGPU_NOT_SUPPORTED. */
+int vgpu_unsupported(const char *what);
+
+#endif

@@ -1,0 +1,154 @@
+"""Measurements in worker processes: what they yield, and how they end when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_mbmem.errors import UserError
+from pytest_mbmem.measure.launch import Launcher
+from pytest_mbmem.measurement import Measurement
+from pytest_mbmem.recipe import Recipe
+from pytest_mbmem.virtual_gpu.gpus import load_gpus
+
+MIB = 2**20
+
+
+def test_the_same_recipe_measures_the_same_bytes_every_time(launcher: Launcher, small_recipe: Recipe) -> None:
+    assert launcher.measure(small_recipe) == launcher.measure(small_recipe)
+
+
+def test_a_measurement_survives_json(launcher: Launcher, small_recipe: Recipe) -> None:
+    measurement = launcher.measure(small_recipe)
+    assert Measurement.from_json(json.loads(json.dumps(measurement.to_json()))) == measurement
+
+
+def test_every_step_goes_through_its_phases_in_order(launcher: Launcher, small_recipe: Recipe) -> None:
+    (rank,) = launcher.measure(small_recipe).ranks
+    step = ["forward", "backward", "grad-sync", "optimizer"]
+    assert [(p.step, p.phase) for p in rank.phases] == [(0, "build"), *((s, p) for s in (1, 2) for p in step)]
+    for phase in rank.phases:
+        for metric, peak in phase.peak.items():
+            assert peak >= phase.resting[metric]
+        assert phase.peak["reserved"] >= phase.peak["active"] >= phase.peak["allocated"] > 0
+
+
+def test_optimizer_state_appears_in_step_one(launcher: Launcher, small_recipe: Recipe) -> None:
+    (rank,) = launcher.measure(small_recipe).ranks
+    resting = {(p.step, p.phase): p.resting["allocated"] for p in rank.phases}
+    parameters = small_recipe.model.num_parameters
+    padding = small_recipe.model.padded_vocab_size(1) - small_recipe.model.vocab_size
+    trained = parameters + 2 * padding * small_recipe.model.hidden_size  # two untied embeddings
+    grown = resting[1, "optimizer"] - resting[1, "grad-sync"]
+    tensors = 4 * 2 + 2 + 1 + 2 * 2 * 2  # a generous count of parameters: each rounds two moments and a step counter up
+    assert 0 <= grown - 2 * 4 * trained <= tensors * 4 * 512
+    assert resting[2, "optimizer"] == resting[1, "optimizer"]
+
+
+def test_flops_are_those_of_the_matrix_multiplications(launcher: Launcher, small_recipe: Recipe) -> None:
+    model, training = small_recipe.model, small_recipe.training
+    tokens = training.micro_batch_size * training.seq_length
+    h, s, vocab = model.hidden_size, training.seq_length, model.padded_vocab_size(1)
+    linear = model.num_layers * (4 * h * h + 2 * h * 4 * h) + vocab * h
+    attention = model.num_layers * 2 * s * h
+    assert launcher.measure(small_recipe).flops_per_step == 3 * 2 * tokens * (linear + attention)
+
+
+def test_counting_is_left_out_on_request(launcher: Launcher, small_recipe: Recipe) -> None:
+    assert launcher.measure(small_recipe, count_flops=False).flops_per_step is None
+
+
+def test_collectives_are_counted_by_group(launcher: Launcher, small_recipe: Recipe) -> None:
+    sent = launcher.measure(small_recipe.but(tp=2, dp=2)).ranks[0].collective_bytes
+    assert set(sent) == {"dp", "tp", "world"}
+    model, training = small_recipe.model, small_recipe.training
+    activation = training.seq_length * training.micro_batch_size * model.hidden_size * 2  # bytes, bf16
+    # forward: attention, MLP of each layer and the embedding; backward: the layers' inputs and the output layer's
+    assert sent["tp"] >= activation * (2 * model.num_layers + 1 + 2 * model.num_layers + 1)
+
+
+def test_pipeline_stages_hold_less_the_later_they_are(launcher: Launcher, small_recipe: Recipe) -> None:
+    recipe = small_recipe.but(num_layers=8, pp=4, global_batch_size=8, vocab_size=128)
+    retained = [r.peak_phase(phase="forward").peak["allocated"] for r in launcher.measure(recipe).ranks]
+    assert len(retained) == 4
+    assert retained[0] > retained[1] > retained[2]
+
+
+def test_out_of_memory_is_a_failure_with_pytorchs_message(small_recipe: Recipe) -> None:
+    tiny = load_gpus()["l4-24gb"]
+    launcher = Launcher(tiny, timeout=120)
+    try:
+        recipe = small_recipe.but(hidden_size=8192, num_attention_heads=64, num_layers=8)
+        measurement = launcher.measure(recipe)
+    finally:
+        launcher.close()
+    assert measurement.failure is not None
+    assert measurement.failure.kind == "out of memory"
+    assert "CUDA out of memory. Tried to allocate" in measurement.failure.message
+    assert (measurement.failure.step, measurement.failure.phase) == (0, "build")
+
+
+def test_the_allocator_follows_the_recipe_and_not_the_callers_shell(
+    launcher: Launcher, small_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = small_recipe.but(hidden_size=1024, seq_length=1024)
+    plain = launcher.measure(wide, count_flops=False)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert launcher.measure(wide, count_flops=False) == plain
+    expandable = launcher.measure(wide.but(alloc_conf="expandable_segments:True"), count_flops=False)
+    assert expandable.peak("reserved") < plain.peak("reserved")
+
+
+def test_a_worker_that_dies_is_a_result(launcher: Launcher) -> None:
+    assert launcher.call("os:abort", {}).message == "the worker was killed by SIGABRT"
+    assert launcher.call("os:_exit", {"status": 3}).failure == "died"
+    assert launcher.call("math:sqrt", {}).failure == "error"  # and the server lives on
+
+
+def test_a_worker_that_hangs_is_ended_with_all_it_started(launcher: Launcher, tmp_path: Path) -> None:
+    script = f"echo $$ > {tmp_path}/pid; sleep 60"
+    result = launcher.call("subprocess:check_call", {"args": ["sh", "-c", script]}, timeout=1.0)
+    assert (result.failure, result.message) == ("timeout", "no result within 1 s")
+    pid = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while _alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def test_closing_leaves_no_process_behind(small_recipe: Recipe) -> None:
+    launcher = Launcher(load_gpus()["h100-80gb"])
+    launcher.call("builtins:abs", {})  # starts the server (abs itself refuses keyword-free calls)
+    assert launcher._server is not None
+    pid = launcher._server.pid
+    launcher.close()
+    assert not _alive(pid)
+
+
+def test_a_call_after_close_starts_afresh(launcher: Launcher) -> None:
+    launcher.close()
+    assert launcher.call("os:getcwd", {}).value == os.getcwd()  # noqa: PTH109
+
+
+def test_what_a_call_prints_is_its_output(launcher: Launcher) -> None:
+    assert launcher.call("pprint:pprint", {"object": "héllo"}).output == "'héllo'\n"
+
+
+def test_a_recipe_that_cannot_be_measured_yet_is_refused_before_anything_starts(small_recipe: Recipe) -> None:
+    from pytest_mbmem.models import preset
+
+    launcher = Launcher(load_gpus()["h100-80gb"])
+    with pytest.raises(UserError, match="cannot be measured yet"):
+        launcher.measure(small_recipe.but(model=preset("mixtral-8x7b")))
+    assert launcher._server is None
