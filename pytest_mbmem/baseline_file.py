@@ -43,6 +43,7 @@ from .errors import UserError
 from .gates import GATED_METRICS
 from .measurement import PHASES, check_phase, step_name
 from .units import format_bytes
+from .validation import show
 
 FORMAT = 1
 """Version of the file's form; a file with another one is refused."""
@@ -373,6 +374,9 @@ def _figure(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Fig
     if ranks.get(rank) != peak:
         reached = ", ".join(str(name) for name, size in ranks.items() if size == peak)
         raise parts["rank"].wrong(f"a rank that reached the peak: {reached}")
+    first, updates = parts["first"].integer(1), parts["updates"].integer(0)
+    if updates == 0 and first != peak:
+        raise parts["first"].wrong(f"the peak, {peak}, as long as updates is 0")
     phase = parts["phase"].text()
     step, _, name = phase.rpartition("/")
     if name not in PHASES or (step and step not in _STEPS):
@@ -390,8 +394,8 @@ def _figure(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Fig
         rank=rank,
         phase=phase,
         ranks=ranks,
-        first=parts["first"].integer(1),
-        updates=parts["updates"].integer(0),
+        first=first,
+        updates=updates,
         environment=versions,
         reason=parts["reason"].text() if "reason" in parts else None,
     )
@@ -411,7 +415,7 @@ class _Value:
 
     def wrong(self, allowed: str) -> DamagedFile:
         kind = "a mapping" if isinstance(self.node, yaml.MappingNode) else "a list"
-        found = repr(self.node.value) if isinstance(self.node, yaml.ScalarNode) else kind
+        found = show(self.node.value) if isinstance(self.node, yaml.ScalarNode) else kind
         return self.damaged(f"{self.what} is {found}; allowed: {allowed}")
 
     def is_mapping(self) -> bool:
@@ -458,7 +462,7 @@ class _Value:
         raise self.wrong(f"a whole number, {lowest} or more")
 
     def text(self) -> str:
-        if not isinstance(self.node, yaml.ScalarNode) or self.node.tag != _TEXT or not self.node.value:
+        if not isinstance(self.node, yaml.ScalarNode) or self.node.tag != _TEXT:
             raise self.wrong("a text, in quotes where YAML takes it for something else")
         return str(self.node.value)
 

@@ -71,15 +71,16 @@ class Record:
             raise UserError(f"{source}: a measurement that failed ({measurement.failure.kind}) is no baseline")
         worst = measurement.worst(gate.metric, gate.phase)
         peak = worst.peak(gate.metric, gate.phase)
-        if peak <= 0:
-            raise UserError(f"{source}: a peak {gate.metric} of {peak} bytes is no baseline")
+        ranks = {rank.rank: rank.peak(gate.metric, gate.phase) for rank in measurement.ranks}
+        if peak == 0 or min(ranks.values()) < 0:
+            raise UserError(f"{source}: a peak {gate.metric} of {min(ranks.values())} bytes is no baseline")
         figure = Figure(
             peak=peak,
             rank=worst.rank,
             phase=worst.peak_phase(gate.metric, gate.phase).name,
-            ranks={rank.rank: rank.peak(gate.metric, gate.phase) for rank in measurement.ranks},
+            ranks=ranks,
             first=peak,
-            environment={str(name): str(value) for name, value in measurement.environment.items()},
+            environment={_encodable(name): _encodable(value) for name, value in measurement.environment.items()},
         )
         recipe = None if measurement.recipe is None else _plain(measurement.recipe, source)
         return cls(
@@ -105,10 +106,6 @@ class Record:
         """Read what `to_json` wrote in a process of the same session."""
         figure = {**data["figure"], "ranks": dict(data["figure"]["ranks"])}
         return cls(**{**data, "figure": Figure(**figure)})
-
-    def entry(self) -> Entry:
-        """The entry that this record alone would make."""
-        return Entry(self.recipe_digest, self.recipe, {self.metric_id: self.figure})
 
 
 @dataclass(frozen=True)
@@ -311,17 +308,15 @@ def _updated(
     entries = dict(old.entries)
     changes = []
     for key in sorted(wanted):
+        stored = old.entries.get(key)
         for metric_id, record in sorted(wanted[key].items()):
-            entry = entries.get(key)
-            stale = entry is not None and entry.recipe_digest != record.recipe_digest
-            before = entry.figures.get(metric_id) if entry is not None else None
+            before = stored.figures.get(metric_id) if stored is not None else None
             figure = replace(record.figure, reason=reason)
             kind: ChangeKind
             if damaged:
                 kind = "damaged file replaced"
-            elif stale:
-                # Figures of the old recipe that this run did not measure go with it.
-                kind, entry = "stale", None
+            elif stored is not None and stored.recipe_digest != record.recipe_digest:
+                kind = "stale"
             elif before is None:
                 kind = "new"
             else:
@@ -338,8 +333,9 @@ def _updated(
                     continue
             if (mode == "new" and kind != "new") or (mode == "changed" and kind == "refreshed"):
                 continue
-            figures = {**(entry.figures if entry is not None else {}), metric_id: figure}
-            entries[key] = Entry(record.recipe_digest, record.recipe, figures)
+            # Figures of another recipe that this run did not measure go with that recipe.
+            kept = entries[key].figures if key in entries and entries[key].recipe_digest == record.recipe_digest else {}
+            entries[key] = Entry(record.recipe_digest, record.recipe, {**kept, metric_id: figure})
             changes.append(Change(path, key, metric_id, kind, before.peak if before else None, figure.peak))
     return BaselineFile(entries, old.environments), changes
 

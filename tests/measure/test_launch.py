@@ -46,7 +46,7 @@ def test_optimizer_state_appears_in_step_one(launcher: Launcher, small_recipe: R
     grown = resting[1, "optimizer"] - resting[1, "grad-sync"]
     tensors = 4 * 2 + 2 + 1 + 2 * 2 * 2  # a generous count of parameters: each rounds two moments and a step counter up
     assert 0 <= grown - 2 * 4 * trained <= tensors * 4 * 512
-    assert resting[2, "optimizer"] == resting[1, "optimizer"]
+    assert abs(resting[2, "optimizer"] - resting[1, "optimizer"]) <= 2 * 512  # scalars alone come and go
 
 
 def test_flops_are_those_of_the_matrix_multiplications(launcher: Launcher, small_recipe: Recipe) -> None:
@@ -64,7 +64,7 @@ def test_counting_is_left_out_on_request(launcher: Launcher, small_recipe: Recip
 
 def test_collectives_are_counted_by_group(launcher: Launcher, small_recipe: Recipe) -> None:
     sent = launcher.measure(small_recipe.but(tp=2, dp=2)).ranks[0].collective_bytes
-    assert set(sent) == {"dp", "tp", "world"}
+    assert set(sent) == {"dp", "tp", "model"}  # "model": the gradient norm
     model, training = small_recipe.model, small_recipe.training
     activation = training.seq_length * training.micro_batch_size * model.hidden_size * 2  # bytes, bf16
     # forward: attention, MLP of each layer and the embedding; backward: the layers' inputs and the output layer's

@@ -54,14 +54,14 @@ cudaError_t cudaGetDevice(int *device) {
 }
 cudaError_t cudaSetDevice(int device) {
     int status = vgpu_set_device(device);
-    if (status == VGPU_SUCCESS) vgpu_enter(); /* creates the context, as since CUDA 12 */
+    if (status == VGPU_SUCCESS) vgpu_open_context(device); /* as since CUDA 12 */
     return done(status);
 }
 cudaError_t cudaInitDevice(int device, unsigned int deviceFlags, unsigned int flags) {
     (void)deviceFlags, (void)flags;
-    int before = vgpu_current_device(), status = vgpu_set_device(device);
-    if (status == VGPU_SUCCESS) vgpu_enter(), vgpu_set_device(before);
-    return done(status);
+    if (device < 0 || device >= vgpu_configuration()->device_count) return done(VGPU_INVALID_DEVICE);
+    vgpu_open_context(device);
+    return cudaSuccess;
 }
 cudaError_t cudaSetDeviceFlags(unsigned int flags) {
     (void)flags;

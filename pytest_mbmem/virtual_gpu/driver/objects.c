@@ -21,6 +21,8 @@ int vgpu_context_device(uint64_t context) {
 
 int vgpu_has_context(int device) { return __atomic_load_n(&has_context[device], __ATOMIC_RELAXED); }
 
+void vgpu_open_context(int device) { __atomic_store_n(&has_context[device], 1, __ATOMIC_RELAXED); }
+
 int vgpu_current_device(void) { return current_device; }
 
 int vgpu_set_device(int device) {
@@ -33,7 +35,7 @@ int vgpu_set_device(int device) {
 
 int vgpu_enter(void) {
     if (current_device >= vgpu_configuration()->device_count) return -1;
-    __atomic_store_n(&has_context[current_device], 1, __ATOMIC_RELAXED);
+    vgpu_open_context(current_device);
     return current_device;
 }
 

@@ -121,6 +121,7 @@ int vgpu_read_counters(int device, vgpu_counters *counters);
 int vgpu_current_device(void); /* of the calling thread; does not create a context */
 int vgpu_set_device(int device);
 int vgpu_has_context(int device);
+void vgpu_open_context(int device); /* creates the primary context */
 int vgpu_enter(void); /* the current device, whose primary context now exists; negative when there is no device */
 uint64_t vgpu_context(int device);
 int vgpu_context_device(uint64_t context); /* negative for what is no context of ours */
