@@ -25,7 +25,7 @@ from ..recipe import Recipe
 from ..virtual_gpu.build import ensure_driver
 from ..virtual_gpu.gpus import Gpu
 from . import ranks as rank_choice
-from .ranks import Ranks
+from .ranks import Rank, Ranks
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """torch 2.9 ignored the new name for some settings and later ones warn about the old: both are always set."""
@@ -98,11 +98,12 @@ class Launcher:
             ("measure_rank", {**common, "rank": r.rank, "coordinates": r.coordinates, "stands_for": r.stands_for})
             for r in chosen
         ]
-        if count_flops:
-            calls += [("count_rank", {**common, "rank": r.rank}) for r in chosen]
+        # What a rank computes and sends depends on its pipeline stage alone, so one rank of each stage is counted.
+        stages = {r.coordinates["pp"]: r.rank for r in reversed(chosen)} if count_flops else {}
+        calls += [("count_rank", {**common, "rank": rank}) for rank in stages.values()]
         results = self._call_all([(f"pytest_mbmem.measure.worker:{n}", a) for n, a in calls], environment, self.timeout)
-        measured, counted = results[: len(chosen)], results[len(chosen) :]
-        return self._measurement(recipe, [r.rank for r in chosen], measured, counted)
+        counted = dict(zip(stages, results[len(chosen) :], strict=True))
+        return self._measurement(recipe, chosen, results[: len(chosen)], counted)
 
     def call(
         self,
@@ -142,21 +143,22 @@ class Launcher:
         return {**allocator, **recipe.environment}
 
     def _measurement(
-        self, recipe: Recipe, numbers: Sequence[int], measured: list[CallResult], counted: list[CallResult]
+        self, recipe: Recipe, chosen: list[Rank], measured: list[CallResult], counted: dict[int, CallResult]
     ) -> Measurement:
         ranks: list[RankMeasurement] = []
         failures: list[Failure] = []
         assumptions: list[str] = []
-        for index, (number, result) in enumerate(zip(numbers, measured, strict=True)):
+        for rank, result in zip(chosen, measured, strict=True):
             if result.failure is not None:
-                failures.append(_failure(result, number))
+                failures.append(_failure(result, rank.rank))
                 continue
             fields = result.value["rank"]
             assumptions += result.value["assumptions"]
-            if counted and counted[index].failure is not None:
-                failures.append(_failure(counted[index], number, "while counting FLOPs: "))
-            elif counted:
-                fields.update(counted[index].value)
+            counts = counted.get(rank.coordinates["pp"], CallResult(value={}))
+            if counts.failure is not None:
+                failures.append(_failure(counts, rank.rank, "while counting FLOPs: "))
+            else:
+                fields.update(counts.value)
             ranks.append(RankMeasurement.from_json(fields))
             if result.value["failure"]:
                 failures.append(Failure(**result.value["failure"]))

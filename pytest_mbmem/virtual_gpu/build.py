@@ -48,6 +48,9 @@ UNANSWERED = {
     "nccl": 5,  # ncclInvalidUsage
 }
 
+# Asked for what may be missing on any machine, so their refusal is no news.
+SILENT = ("nvidia-ml", "cupti")
+
 # torch and what is built on it; the packages whose libraries say what the driver must offer.
 PACKAGES = ("torch", "transformer_engine")
 
@@ -253,9 +256,17 @@ class Stub:
         return re.sub(r"^lib|\.so.*$", "", self.soname)
 
     def generated(self, result: int) -> str:
-        """C source that defines every wanted symbol, weakly: an answer in `driver/<name>.c` takes precedence."""
+        """C source that defines every wanted symbol, weakly: an answer in `driver/<name>.c` takes precedence.
+
+        A function that refuses says so once on stderr: torch's own message may not tell what was asked for.
+        """
         names = sorted(set().union(*self.symbols.values()))
-        return "".join(f"__attribute__((weak)) long {name}(void) {{ return {result}; }}\n" for name in names)
+        says = result != 0 and self.name not in SILENT
+        lines = ["int vgpu_unsupported(const char *what);"]
+        for name in names:
+            body = f'vgpu_unsupported("{name}"); ' if says else ""
+            lines.append(f"__attribute__((weak)) long {name}(void) {{ {body}return {result}; }}")
+        return "\n".join(lines) + "\n"
 
     def version_script(self) -> str | None:
         """A linker script that gives the symbols the versions that torch's libraries ask for."""
