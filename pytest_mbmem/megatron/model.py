@@ -7,6 +7,7 @@ import gc
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -160,8 +161,13 @@ def _overlap(recipe: Recipe, config: TransformerConfig, chunks: list[Distributed
         config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
 
 
+# core 0.17 and later ask which kind of context parallelism it is
+_HYBRID_CP = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on_this_cp_rank).parameters else {}
+_on_this_cp_rank = partial(get_batch_on_this_cp_rank, **_HYBRID_CP)
+
+
 def _forward_step(recipe: Recipe, data_iterator: object, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-    batch = get_batch_on_this_cp_rank(_batch(recipe, model))
+    batch = _on_this_cp_rank(_batch(recipe, model), cp_group=parallel_state.get_context_parallel_group())
     output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
     return output, partial(_loss, batch["loss_mask"])
 

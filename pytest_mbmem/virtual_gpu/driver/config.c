@@ -27,23 +27,20 @@ static int64_t number(const char *variable) {
     return -1;
 }
 
-/* How many devices CUDA_VISIBLE_DEVICES leaves; they are all alike, so which ones does not matter. */
-static int visible(int device_count) {
+/* CUDA's devices: those that CUDA_VISIBLE_DEVICES names by number, up to the first entry that is no device. */
+static void select_visible(vgpu_config *config) {
     const char *text = getenv("CUDA_VISIBLE_DEVICES");
-    if (!text) return device_count;
-    int count = 0;
-    while (*text && count < device_count) {
+    for (int i = 0; i < config->installed_count; i++) config->installed[i] = i;
+    config->device_count = config->installed_count;
+    if (!text) return;
+    for (config->device_count = 0; config->device_count < config->installed_count;) {
         char *end;
-        long ordinal = strtol(text, &end, 10);
-        int is_uuid = strncmp(text, "GPU-", 4) == 0;
-        /* like the real driver: the first invalid entry ends the list */
-        if (!is_uuid && (end == text || ordinal < 0 || ordinal >= device_count)) break;
-        count++;
-        const char *comma = strchr(text, ',');
-        if (!comma) break;
-        text = comma + 1;
+        long number = strtol(text, &end, 10);
+        if (end == text || number < 0 || number >= config->installed_count) return;
+        config->installed[config->device_count++] = (int)number;
+        if (*end != ',') return;
+        text = end + 1;
     }
-    return count;
 }
 
 vgpu_config vgpu_peek_configuration(void) {
@@ -74,7 +71,8 @@ vgpu_config vgpu_peek_configuration(void) {
     config.context_bytes = (uint64_t)context;
     const char *name = getenv("MBMEM_GPU_NAME");
     snprintf(config.name, sizeof config.name, "%s", name ? name : "Virtual GPU");
-    config.device_count = visible(count > VGPU_MAX_DEVICES ? VGPU_MAX_DEVICES : (int)count);
+    config.installed_count = count > VGPU_MAX_DEVICES ? VGPU_MAX_DEVICES : (int)count;
+    select_visible(&config);
     return config;
 }
 
@@ -118,7 +116,7 @@ int vgpu_attribute(int attribute, int device, int *value) {
     case CU_DEVICE_ATTRIBUTE_TEXTURE_ALIGNMENT: *value = 512; break;
     case CU_DEVICE_ATTRIBUTE_TEXTURE_PITCH_ALIGNMENT: *value = 32; break;
     case CU_DEVICE_ATTRIBUTE_ASYNC_ENGINE_COUNT: *value = 3; break;
-    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID: *value = device + 1; break;
+    case CU_DEVICE_ATTRIBUTE_PCI_BUS_ID: *value = config->installed[device] + 1; break;
     case CU_DEVICE_ATTRIBUTE_CLUSTER_LAUNCH: *value = config->major >= 9; break;
     case CU_DEVICE_ATTRIBUTE_GPU_OVERLAP:
     case CU_DEVICE_ATTRIBUTE_CAN_MAP_HOST_MEMORY:
@@ -141,12 +139,14 @@ int vgpu_attribute(int attribute, int device, int *value) {
     return VGPU_SUCCESS;
 }
 
-void vgpu_pci_bus_id(int device, char *text, size_t size) { snprintf(text, size, "00000000:%02X:00.0", device + 1); }
+void vgpu_pci_bus_id(int installed, char *text, size_t size) {
+    snprintf(text, size, "00000000:%02X:00.0", installed + 1);
+}
 
-void vgpu_uuid(int device, unsigned char uuid[16]) {
+void vgpu_uuid(int installed, unsigned char uuid[16]) {
     memcpy(uuid, "\0\0\0\0" "mbmem-gpu", 13);
     uuid[13] = uuid[14] = 0;
-    uuid[15] = (unsigned char)(device + 1);
+    uuid[15] = (unsigned char)(installed + 1);
 }
 
 static const struct {

@@ -64,7 +64,7 @@ CUresult cuDeviceGetName(char *name, int size, CUdevice device) {
 }
 CUresult cuDeviceGetUuid(CUuuid *uuid, CUdevice device) {
     if (!is_device(device)) return CUDA_ERROR_INVALID_DEVICE;
-    vgpu_uuid(device, (unsigned char *)uuid->bytes);
+    vgpu_uuid(vgpu_configuration()->installed[device], (unsigned char *)uuid->bytes);
     return CUDA_SUCCESS;
 }
 CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) {

@@ -90,7 +90,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     if (device < 0 || device >= config->device_count) return done(VGPU_INVALID_DEVICE);
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "%s", config->name);
-    vgpu_uuid(device, (unsigned char *)p->uuid.bytes);
+    vgpu_uuid(config->installed[device], (unsigned char *)p->uuid.bytes);
     p->totalGlobalMem = config->capacity;
     p->major = config->major;
     p->minor = config->minor;
@@ -127,7 +127,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
 cudaError_t cudaDeviceGetPCIBusId(char *text, int size, int device) {
     char full[32];
     if (device < 0 || device >= vgpu_configuration()->device_count) return done(VGPU_INVALID_DEVICE);
-    vgpu_pci_bus_id(device, full, sizeof full);
+    vgpu_pci_bus_id(vgpu_configuration()->installed[device], full, sizeof full);
     snprintf(text, (size_t)size, "%s", full + 4); /* the runtime writes a domain of four digits, NVML one of eight */
     return cudaSuccess;
 }

@@ -29,7 +29,7 @@ typedef struct { /* nvmlProcessInfo_v2_t */
 /* A device handle is its number, from 1. */
 static int index_of(void *handle) { return (int)(uintptr_t)handle - 1; }
 static int give_handle(unsigned int index, void **handle) {
-    if (index >= (unsigned int)vgpu_peek_configuration().device_count) return INVALID_ARGUMENT;
+    if (index >= (unsigned int)vgpu_peek_configuration().installed_count) return INVALID_ARGUMENT;
     *handle = (void *)(uintptr_t)(index + 1);
     return SUCCESS;
 }
@@ -66,7 +66,7 @@ int nvmlSystemGetCudaDriverVersion(int *version) {
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { return nvmlSystemGetCudaDriverVersion(version); }
 
 int nvmlDeviceGetCount(unsigned int *count) {
-    *count = (unsigned int)vgpu_peek_configuration().device_count;
+    *count = (unsigned int)vgpu_peek_configuration().installed_count;
     return SUCCESS;
 }
 int nvmlDeviceGetCount_v2(unsigned int *count) { return nvmlDeviceGetCount(count); }
@@ -118,21 +118,25 @@ int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
     return SUCCESS;
 }
 
-/* Bytes that this process holds; the context counts once it exists. */
-static uint64_t used_bytes(int device) {
+/* Bytes that this process holds; 0 without a context, which counts once it exists. */
+static uint64_t used_bytes(void *handle) {
+    vgpu_config config = vgpu_peek_configuration();
     vgpu_counters counters;
-    if (!vgpu_has_context(device) || vgpu_read_counters(device, &counters)) return 0;
-    return counters.bytes_used + vgpu_peek_configuration().context_bytes;
+    for (int device = 0; device < config.device_count; device++)
+        if (config.installed[device] == index_of(handle) && vgpu_has_context(device) &&
+            vgpu_read_counters(device, &counters) == 0)
+            return counters.bytes_used + config.context_bytes;
+    return 0;
 }
 int nvmlDeviceGetMemoryInfo(void *handle, memory_info *info) {
     info->total = vgpu_peek_configuration().capacity;
-    info->used = used_bytes(index_of(handle));
+    info->used = used_bytes(handle);
     info->free = info->total - info->used;
     return SUCCESS;
 }
 int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_info_v2 *info) {
     info->total = vgpu_peek_configuration().capacity;
-    info->used = used_bytes(index_of(handle));
+    info->used = used_bytes(handle);
     info->free = info->total - info->used;
     info->reserved = 0;
     return SUCCESS;
@@ -141,10 +145,10 @@ int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_info_v2 *info) {
 /* The only process on a virtual GPU is the caller. */
 int nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned int *count, process_v1 *processes) {
     unsigned int room = *count;
-    *count = (unsigned int)vgpu_has_context(index_of(handle));
+    *count = used_bytes(handle) > 0;
     if (*count == 0) return SUCCESS;
     if (room == 0) return INSUFFICIENT_SIZE;
-    processes[0] = (process_v1){(unsigned int)getpid(), used_bytes(index_of(handle))};
+    processes[0] = (process_v1){(unsigned int)getpid(), used_bytes(handle)};
     return SUCCESS;
 }
 int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned int *count, process_v2 *processes) {

@@ -32,7 +32,9 @@ enum vgpu_status {
 /* --- config.c: what the GPUs pretend to be; all devices are alike ------------------------------------------------- */
 
 typedef struct {
-    int device_count; /* 0 when the environment describes no GPU */
+    int installed_count;                 /* what NVML sees; 0 when the environment describes no GPU */
+    int device_count;                    /* what CUDA sees: those that CUDA_VISIBLE_DEVICES leaves */
+    int installed[VGPU_MAX_DEVICES];     /* NVML's number of each of CUDA's devices */
     char name[96];
     uint64_t capacity;      /* bytes, as cudaMemGetInfo's total */
     uint64_t context_bytes; /* bytes of the capacity that the CUDA context takes from each process */
@@ -50,8 +52,9 @@ vgpu_config vgpu_peek_configuration(void);
 /* A device attribute by its number (CUdevice_attribute and cudaDeviceAttr share numbers); 0 for features it lacks. */
 int vgpu_attribute(int attribute, int device, int *value);
 
-void vgpu_pci_bus_id(int device, char *text, size_t size); /* "00000000:01:00.0" */
-void vgpu_uuid(int device, unsigned char uuid[16]);
+/* By NVML's number. */
+void vgpu_pci_bus_id(int installed, char *text, size_t size); /* "00000000:01:00.0" */
+void vgpu_uuid(int installed, unsigned char uuid[16]);
 
 /* Names and text of a status; NULL for a number not known here. */
 const char *vgpu_runtime_error_name(int status);
