@@ -31,6 +31,7 @@ from . import elf
 from .elf import Needs, read_needs
 
 SOURCES = Path(__file__).parent / "driver"
+SYSTEM_TOOLKIT = Path("/usr/local/cuda")
 
 # What a generated function returns. Success by default (a matrix product that nobody computed is still a success), but
 # "not supported", as each library numbers it, where a function would have to answer with a value.
@@ -163,8 +164,8 @@ def find_headers(cuda_major: int) -> Headers:
     spec = importlib.util.find_spec("nvidia")
     for root in map(Path, spec.submodule_search_locations or [] if spec else []):
         candidates += [root / f"cu{cuda_major}" / "include", root / "cuda_runtime" / "include"]
-    for toolkit in filter(None, (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda")):
-        candidates.append(Path(toolkit) / "include")
+    toolkits = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), str(SYSTEM_TOOLKIT)]
+    candidates += [Path(toolkit) / "include" for toolkit in toolkits if toolkit]
     for folder in candidates:
         version = _cudart_version(folder)
         if version is None or version // 1000 != cuda_major:
@@ -364,6 +365,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _build_into(folder: Path, torch: Torch, compiler: Sequence[str]) -> Driver:
+    for leftover in folder.parent.glob(".building-*"):  # of a killed process: whoever builds holds the lock
+        shutil.rmtree(leftover)
     temporary = Path(tempfile.mkdtemp(prefix=".building-", dir=folder.parent))
     try:
         names = build(temporary, compiler)

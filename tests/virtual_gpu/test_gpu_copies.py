@@ -23,40 +23,50 @@ def test_a_copy_of_a_matrix_with_gaps_carries_its_data(on_gpu):
 from ctypes import CDLL, c_size_t, c_void_p
 cuda = CDLL(None)
 host = torch.arange(24, dtype=torch.uint8)
-device = torch.zeros(64, dtype=torch.uint8, device="cuda")
+device = torch.empty(64, dtype=torch.uint8, device="cuda")
 def copy(to_pitch, width):
     to, pitch = c_void_p(device.data_ptr()), c_size_t(to_pitch)
-    return cuda.cudaMemcpy2DAsync(to, pitch, c_void_p(host.data_ptr()), c_size_t(8), c_size_t(width), c_size_t(3), 1, None)
-result = [copy(16, 4), device.view(4, 16)[:, :6].tolist(), copy(2, 4)]
+    rows = c_void_p(host.data_ptr()), c_size_t(8), c_size_t(width), c_size_t(3)
+    return cuda.cudaMemcpy2DAsync(to, pitch, *rows, 1, None)
+result = [copy(16, 4), device.cpu().view(4, 16)[:, :6].tolist(), copy(2, 4)]
 """)
     assert status == 0
     assert result == [[0, 1, 2, 3, 0, 0], [8, 9, 10, 11, 0, 0], [16, 17, 18, 19, 0, 0], [0, 0, 0, 0, 0, 0]]
     assert refused == 1  # rows wider than the pitch: cudaErrorInvalidValue
 
 
-def test_memset_writes(on_gpu):
-    result = on_gpu("""
+MEMSET = """
 from ctypes import CDLL, c_size_t, c_void_p
-x = torch.arange(1000, dtype=torch.int32).cuda()
-CDLL(None).cudaMemsetAsync(c_void_p(x.data_ptr()), 0x01, c_size_t(8), None)
+def memset(x, value, size):
+    assert CDLL(None).cudaMemsetAsync(c_void_p(x.data_ptr()), value, c_size_t(size), None) == 0
+"""
+
+
+def test_memset_writes(on_gpu):
+    assert on_gpu(
+        MEMSET
+        + """
+x = torch.arange(1, 1001, dtype=torch.int32).cuda()
+memset(x, 0x01, 8)
 result = [x[:4].tolist()]
-x.zero_()
-result.append(x.unique_consecutive().numel() == 0 or x.cpu().any().item())
-result.append(x.cpu().any().item())
-""")
-    assert result[0] == [0x01010101, 0x01010101, 2, 3]
-    assert result[2] is False
+memset(x, 0, 12)
+result.append(x[:4].tolist())
+"""
+    ) == [[0x01010101, 0x01010101, 3, 4], [0, 0, 0, 4]]
 
 
 def test_zeroing_reaches_any_size(on_gpu):
-    assert on_gpu("""
+    assert on_gpu(
+        MEMSET
+        + """
 x = torch.empty(8 * 2**30, dtype=torch.uint8, device="cuda")
 for place in (0, 4097, 3 * 2**30, 8 * 2**30 - 5):
     x[place : place + 5].copy_(torch.full((5,), 7, dtype=torch.uint8))
 before = [x[0].item(), x[-1].item()]
-x.zero_()
+memset(x, 0, 8 * 2**30 - 1)
 result = [before, [x[0].item(), x[4098].item(), x[3 * 2**30].item(), x[-1].item()]]
-""") == [[7, 7], [0, 0, 0, 0]]
+"""
+    ) == [[7, 7], [0, 0, 0, 7]]
 
 
 def test_large_transfers_to_the_device_lose_their_data_and_cost_no_host_memory(on_gpu):
@@ -137,3 +147,25 @@ x = torch.full((4,), 3.0, device="cuda")
 y = x * 2
 result = [x.tolist(), y.tolist(), read_counters().kernel_launches - before]
 """) == [[0, 0, 0, 0], [0, 0, 0, 0], 2]
+
+
+STALE = """
+import ctypes
+from pytest_mbmem.virtual_gpu.fresh_memory import zero_new_tensors
+{call}
+old = torch.full((1,), 7).cuda()
+address = old.data_ptr()
+kept = torch.full((1000,), 5).cuda()
+del old
+new = torch.empty(1, dtype=torch.long, device="cuda")
+new.fill_(3)  # a kernel: does nothing
+result = [new.data_ptr() == address, new.item(), int(kept.cpu().sum()), torch.full((1,), 7).cuda().item()]
+"""
+
+
+def test_memory_that_pytorch_hands_out_again_holds_what_the_host_wrote_there(on_gpu):
+    assert on_gpu(STALE.format(call="")) == [True, 7, 5000, 7]
+
+
+def test_new_tensors_can_be_made_to_read_as_zeros(on_gpu):
+    assert on_gpu(STALE.format(call="zero_new_tensors()")) == [True, 0, 5000, 7]

@@ -15,7 +15,9 @@ def figures():
 
 
 def test_allocations_are_rounded_to_512_bytes_in_segments_of_2_and_20_mib(on_gpu):
-    result = on_gpu(FIGURES + """
+    result = on_gpu(
+        FIGURES
+        + """
 result = []
 for size in (1, 512, 513, 2**20, 2**20 + 1, 10 * 2**20, 11 * 2**20 + 1):
     x = torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -23,7 +25,8 @@ for size in (1, 512, 513, 2**20, 2**20 + 1, 10 * 2**20, 11 * 2**20 + 1):
     del x
     torch.cuda.empty_cache()
 result.append(figures())
-""")
+"""
+    )
     assert result == [
         [512, 2 * MIB],
         [512, 2 * MIB],
@@ -190,13 +193,16 @@ def malloc(size):
 
 
 def test_the_same_calls_give_the_same_addresses_and_holes_are_reused(on_gpu):
-    script = POINTERS + """
+    script = (
+        POINTERS
+        + """
 a, b, c = malloc(1), malloc(3 << 20), malloc(1)
 result = [a.value, b.value, c.value]
 cuda.cudaFree(b)
 d, e = malloc(1), malloc(5 << 20)
 result += [d.value, e.value]
 """
+    )
     first = on_gpu(script)
     assert on_gpu(script) == first
     a, b, c, d, e = first
@@ -206,7 +212,9 @@ result += [d.value, e.value]
 
 
 def test_freeing_twice_or_something_unknown_is_an_error(on_gpu):
-    script = POINTERS + """
+    script = (
+        POINTERS
+        + """
 a = malloc(4 << 20)
 host = c_void_p()
 cuda.cudaHostAlloc(byref(host), c_size_t(100), 0)
@@ -214,6 +222,7 @@ inside = c_void_p(a.value + 512)
 result = [cuda.cudaFree(inside), cuda.cudaFree(a), cuda.cudaFree(a), cuda.cudaFree(None), cuda.cudaFree(c_void_p(64))]
 result += [cuda.cudaFreeHost(host), cuda.cudaFreeHost(host), cuda.cudaMemset(a, 0, c_size_t(8))]
 """
+    )
     assert on_gpu(script) == [1, 0, 1, 0, 1, 0, 1, 1]  # 1 is cudaErrorInvalidValue
 
 

@@ -23,7 +23,7 @@ WORKING = {
     "unique": ("r = list(torch.randint(0, 9, (100,), device=c).unique().shape)", [0]),
     "masked_select": ("x = torch.ones(10, device=c); r = list(x[x > 0].shape)", [0]),
     "autocast": (
-        "with torch.autocast(c, dtype=torch.bfloat16): r = str((torch.ones(8, 8, device=c) @ torch.ones(8, 8, device=c)).dtype)",
+        "x = torch.ones(8, 8, device=c)\nwith torch.autocast(c, dtype=torch.bfloat16):\n    r = str((x @ x).dtype)",
         "torch.bfloat16",
     ),
     "embedding gradient": (
@@ -77,9 +77,9 @@ for options in ("foreach=True", "fused=True", "foreach=False, fused=False", "cap
     )
 
 
-@pytest.fixture(scope="module")
-def outcomes(on_gpu):
-    """All of the above in one process each, but in one round: name -> what it gave."""
+@pytest.fixture
+def outcome(on_gpu):
+    """outcome(code): what the code sets `r` to, in a process of its own."""
 
     def run(code):
         return on_gpu(f"import torch.nn.functional as F\nc = 'cuda'\n{code}\nresult = r")
@@ -88,9 +88,9 @@ def outcomes(on_gpu):
 
 
 @pytest.mark.parametrize("name", WORKING)
-def test_operator_works(outcomes, name):
+def test_operator_works(outcome, name):
     code, expected = WORKING[name]
-    assert outcomes(code) == expected
+    assert outcome(code) == expected
 
 
 @pytest.mark.parametrize(
@@ -125,22 +125,25 @@ NOT_POSSIBLE = {
 
 
 @pytest.mark.parametrize("code", NOT_POSSIBLE)
-def test_what_is_not_possible_says_so(outcomes, code):
-    message = outcomes(f"try:\n    {code}\n    r = 'no error'\nexcept RuntimeError as e:\n    r = str(e)")
+def test_what_is_not_possible_says_so(outcome, code):
+    message = outcome(f"try:\n    {code}\n    r = 'no error'\nexcept RuntimeError as e:\n    r = str(e)")
     assert NOT_POSSIBLE[code] in message
 
 
-def test_the_profiler_goes_on_without_device_events(outcomes):
-    assert outcomes("""
+def test_the_profiler_goes_on_without_device_events(outcome):
+    assert outcome("""
 with torch.profiler.profile() as p:
     torch.ones(3, device=c) + 1
 r = "aten::add" in [e.key for e in p.key_averages()]
 """)
 
 
-def test_the_allocators_history_is_recorded(outcomes):
-    assert outcomes("""
+def test_the_allocators_history_is_recorded(outcome):
+    assert (
+        outcome("""
 torch.cuda.memory._record_memory_history()
 x = torch.ones(3, device=c)
 r = torch.cuda.memory._snapshot()["segments"][0]["total_size"]
-""") == 2 * 2**20
+""")
+        == 2 * 2**20
+    )

@@ -46,12 +46,15 @@ def test_nvml_asked_before_a_fork_does_not_fix_the_configuration(on_gpu_from_sta
 
 
 def test_the_configuration_is_fixed_once_cuda_is_used(on_gpu):
-    assert on_gpu("""
+    assert (
+        on_gpu("""
 import os
 torch.cuda.init()
 os.environ["MBMEM_GPU_NAME"] = "something else"
 result = torch.cuda.get_device_name()
-""") == GPUS["h100-80gb"].name
+""")
+        == GPUS["h100-80gb"].name
+    )
 
 
 def test_without_a_description_there_is_no_gpu(on_gpu):
