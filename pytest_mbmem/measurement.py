@@ -83,7 +83,7 @@ class RankMeasurement:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "rank") -> RankMeasurement:
         """Read plain data. Raises `UserError` naming `source` and the place where they are not of this form."""
-        return cast(RankMeasurement, _read(cls, data, source))
+        return cast(RankMeasurement, read_plain(cls, data, source))
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Measurement:
         found = data.get("schema") if isinstance(data, Mapping) else type(data).__name__
         if type(found) is not int or found != SCHEMA:
             raise UserError(f"{source}: not a measurement of schema {SCHEMA} (found {show(found)})")
-        return cast(Measurement, _read(cls, {k: v for k, v in data.items() if k != "schema"}, source))
+        return cast(Measurement, read_plain(cls, {k: v for k, v in data.items() if k != "schema"}, source))
 
     @classmethod
     def load(cls, path: Path) -> Measurement:
@@ -206,27 +206,30 @@ def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
     }
 
 
-def _read(hint: Any, value: Any, where: str) -> Any:
-    """Plain data as the type that a dataclass's field has; `where` is the path to the value, for messages."""
+def read_plain(hint: Any, value: Any, where: str) -> Any:
+    """Plain data as the type that a dataclass's field has; `where` is the path to the value, for messages.
+
+    Raises `UserError` for data of another form.
+    """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return value
     if origin is types.UnionType:  # "X | None" is the only one in use
-        return None if value is None else _read(arguments[0], value, where)
+        return None if value is None else read_plain(arguments[0], value, where)
     if origin is Literal:
         if isinstance(value, str) and value in arguments:
             return value
         raise UserError(f"{where}: {show(value)} is not one of {', '.join(arguments)}")
     if origin is tuple:
         if isinstance(value, (list, tuple)):
-            return tuple(_read(arguments[0], part, f"{where}[{index}]") for index, part in enumerate(value))
+            return tuple(read_plain(arguments[0], part, f"{where}[{index}]") for index, part in enumerate(value))
         raise UserError(f"{where}: {show(value)} is not a list")
     if origin is not None or dataclasses.is_dataclass(hint):
         if not isinstance(value, Mapping):
             raise UserError(f"{where}: {show(value)} is not an object")
         if origin is not None:
             return {
-                _read(arguments[0], key, f"{where}: a key"): _read(arguments[1], part, f"{where}.{key}")
+                read_plain(arguments[0], key, f"{where}: a key"): read_plain(arguments[1], part, f"{where}.{key}")
                 for key, part in value.items()
             }
         fields = _fields(hint)
@@ -236,10 +239,12 @@ def _read(hint: Any, value: Any, where: str) -> Any:
         for key, (_, optional) in fields.items():
             if key not in value and not optional:
                 raise UserError(f"{where}: the key {key!r} is missing")
-        return hint(**{key: _read(fields[key][0], part, f"{where}.{key}") for key, part in value.items()})
+        return hint(**{key: read_plain(fields[key][0], part, f"{where}.{key}") for key, part in value.items()})
+    if hint is float and type(value) is int:  # some programs rewrite 0.0 as 0
+        return float(value)
     if type(value) is hint:  # exactly: True is not 1
         return value
     raise UserError(f"{where}: {show(value)} is not {_NAMES[hint]}")
 
 
-_NAMES = {int: "a whole number", str: "a text", bool: "true or false"}
+_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}

@@ -97,7 +97,7 @@ class Options:
             reason=reason,
             json=given.output("json"),
             html=given.output("html"),
-            timeout=_seconds(timeout, timeout_source),
+            timeout=seconds(timeout, timeout_source),
             tolerance=given.tolerance(),
             slack=given.slack(),
             in_use=given.anything or baselines.is_dir(),
@@ -214,11 +214,12 @@ def _check_update(update: str | None, reason: str | None) -> None:
         raise UserError("--mbmem-reason: the reason is empty")
 
 
-def _seconds(value: str, source: str) -> float:
+def seconds(value: str, source: str) -> float:
+    """A time limit. Raises `UserError` unless it is a number above 0."""
     try:
-        seconds = float(value)
+        number = float(value)
     except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
+        number = math.nan
+    if not 0 < number < math.inf:
         raise UserError(f"{source}: {value!r} is not a number of seconds above 0")
-    return seconds
+    return number

@@ -6,6 +6,7 @@ that a session without one pays nothing.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,15 +18,17 @@ import pytest
 from .errors import MeasurementFailed, OutOfMemory, UserError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
-    from .baselines import Baselines, Entry, Record
+    from .baseline_file import Entry
+    from .baselines import Baselines, Record
     from .gates import Judgement, PeakGate
     from .item import Worker
     from .measure.launch import Launcher
     from .measurement import Device, Measurement
     from .options import Options
     from .recipe import Recipe
+    from .report.reporter import Reporter
     from .report.results import Measured
 
 MARKER = "peak_memory"
@@ -62,6 +65,18 @@ RECORD = pytest.StashKey[TestRecord]()
 RUN = pytest.StashKey["Run"]()
 
 
+@dataclass
+class Collected:
+    """What this session collected, and whether none of it was deselected."""
+
+    nodeids: set[str] = field(default_factory=set)
+    complete: bool = True
+
+    def add(self, nodeids: Iterable[str]) -> None:
+        """More collected tests."""
+        self.nodeids.update(nodeids)
+
+
 class Run:
     """The measuring side of one pytest process: launcher, device and baselines, each made when first needed.
 
@@ -72,6 +87,8 @@ class Run:
         self.config = config
         self.options = options
         self.worker = worker
+        self.collected = Collected()
+        self.reporter: Reporter | None = None
         self._hooks_registered = False
 
     @cached_property
@@ -100,6 +117,31 @@ class Run:
         if not self._hooks_registered:
             self._hooks_registered = True
             self.config.pluginmanager.register(MeasuringTests(self), "mbmem-measuring-tests")
+            if self.worker is None and not hasattr(self.config, "workerinput"):  # those only pass reports on
+                self.register_reporter()
+
+    def register_reporter(self) -> None:
+        """Have the hooks of `Reporter` called from now on."""
+        if self.reporter is None:
+            from .report.reporter import Reporter
+
+            self.reporter = Reporter(self)
+            self.config.pluginmanager.register(self.reporter, "mbmem-reporter")
+
+    def header(self) -> dict[str, str]:
+        """What this session measures with, by name."""
+        from .measure.launch import versions
+
+        gpu = self.options.gpu
+        return {
+            "device": f"{self.device.key}, a virtual {gpu.name}",
+            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+            "baselines": str(self.options.baselines / self.device.key),
+        }
+
+    def header_lines(self) -> list[str]:
+        """For pytest's report header."""
+        return [f"mbmem {name}: {value}" for name, value in self.header().items()]
 
     def plan(self, item: pytest.Item) -> Plan | None:
         """How to measure the test; None for one that has nothing to do with this plugin."""
@@ -142,7 +184,7 @@ class Run:
     ) -> Measurement:
         """Measure a recipe for a test and keep the result for its gates and for the reports."""
         key = self._new_key(item, name)
-        measurement = self.launcher.measure(_recipe(item, recipe), ranks=ranks)
+        measurement = self.launcher.measure(self.recipe(item, recipe), ranks=ranks)
         self.keep(item, key, name, measurement)
         failure = measurement.failure
         if failure is not None and not may_fail:
@@ -173,6 +215,24 @@ class Run:
                 'to have a baseline of its own: mbmem.measure(recipe, name="...")'
             )
         return key
+
+    @staticmethod
+    def recipe(item: pytest.Item, recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
+        """A YAML file's path is relative to the test's own file."""
+        from collections.abc import Mapping
+
+        from .recipe import Recipe
+
+        if isinstance(recipe, Recipe):
+            return recipe
+        if isinstance(recipe, (str, Path)):
+            return Recipe.from_yaml(item.path.parent / recipe)
+        if isinstance(recipe, Mapping):
+            return Recipe.from_dict(recipe, f"{item.nodeid}: recipe")
+        raise UserError(
+            f"{item.nodeid}: mbmem.measure({recipe!r}): allowed are a Recipe, the path of a YAML file, or a mapping of "
+            "what such a file holds"
+        )
 
     # Judging ----------------------------------------------------------------------------------------------------------
 
@@ -205,7 +265,7 @@ class Run:
         return texts
 
     def _baseline(self, module: str, key: str) -> Entry | None:
-        from .baselines import DamagedFile
+        from .baseline_file import DamagedFile
 
         try:
             return self.baselines.get(module, key)
@@ -233,24 +293,6 @@ class Run:
         from .baselines import paste
 
         return str(paste(self.options.baselines, [record]))
-
-
-def _recipe(item: pytest.Item, recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
-    """A YAML file's path is relative to the test's own file."""
-    from collections.abc import Mapping
-
-    from .recipe import Recipe
-
-    if isinstance(recipe, Recipe):
-        return recipe
-    if isinstance(recipe, (str, Path)):
-        return Recipe.from_yaml(item.path.parent / recipe)
-    if isinstance(recipe, Mapping):
-        return Recipe.from_dict(recipe, f"{item.nodeid}: recipe")
-    raise UserError(
-        f"{item.nodeid}: mbmem.measure({recipe!r}): allowed are a Recipe, the path of a YAML file, or a mapping of "
-        "what such a file holds"
-    )
 
 
 def _record(module: str, measured: Measured, judgement: Judgement) -> Record:
@@ -298,10 +340,8 @@ class MeasuringTests:
         try:
             result = yield
         except (Exception, pytest.fail.Exception):
-            try:
+            with contextlib.suppress(UserError):  # the test's own failure is the one to report
                 self._judge(item, plan, watch)
-            except UserError:  # the test's own failure is the one to report
-                pass
             item.stash[RECORD].records.clear()
             raise
         try:
@@ -335,7 +375,6 @@ class MeasuringTests:
             names = {name for name, _ in mine}
             item.user_properties[:] = [p for p in item.user_properties if p[0] not in names] + mine
         report = yield
-        report.mbmem = record.to_json() if call.when == "call" else {}
+        # an attribute of ours, which pytest's serialisation carries along
+        report.mbmem = record.to_json() if call.when == "call" else {}  # type: ignore[attr-defined]
         return report
-
-

@@ -33,12 +33,15 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NOT_INHERITED = (*_ALLOCATOR_VARIABLES, "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE")
 """Change what is allocated: a recipe states them, the caller's shell does not."""
 
+_START_SERVER = "import sys; sys.path[:] = sys.argv[2:]; from pytest_mbmem.measure.server import main; main()"
+"""With this process's module path, so that workers import what it would."""
+
 _START_TIMEOUT = 300.0  # seconds for a cold import of torch and Megatron
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """How a call in a worker ended: `value` (JSON data), or `failure` with a message; `output` is what it printed."""
+    """How a call in a worker ended: `value` (plain data), or `failure` with a message; `output` is what it printed."""
 
     value: Any = None
     failure: FailureKind | None = None
@@ -89,11 +92,10 @@ class Launcher:
         What goes wrong in a worker is in the measurement's `failure`. Raises `UserError` when the recipe or `ranks`
         cannot be measured at all.
         """
-        if reasons := recipe.not_yet():
-            raise UserError(f"recipe {recipe.name or recipe.digest} cannot be measured yet: {'; '.join(reasons)}")
+        check(recipe)
         chosen = rank_choice.chosen(recipe, ranks)
         common = {"recipe": recipe.to_dict(), "virtual": True}
-        environment = self._recipe_environment(recipe)
+        environment = recipe_environment(recipe)
         calls = [
             ("measure_rank", {**common, "rank": r.rank, "coordinates": r.coordinates, "stands_for": r.stands_for})
             for r in chosen
@@ -114,7 +116,7 @@ class Launcher:
         timeout: float | None = None,
         cwd: Path | None = None,
     ) -> CallResult:
-        """Call "module:function" with JSON arguments in a worker of its own.
+        """Call "module:function" with plain data as arguments in a worker of its own.
 
         Without an `environment` the worker gets the caller's allocator settings.
         """
@@ -137,10 +139,6 @@ class Launcher:
         if self._log is not None:
             self._log.close()
             self._log = None
-
-    def _recipe_environment(self, recipe: Recipe) -> dict[str, str]:
-        allocator = {name: recipe.memory.alloc_conf for name in _ALLOCATOR_VARIABLES if recipe.memory.alloc_conf}
-        return {**allocator, **recipe.environment}
 
     def _measurement(
         self, recipe: Recipe, chosen: list[Rank], measured: list[CallResult], counted: dict[int, CallResult]
@@ -221,7 +219,7 @@ class Launcher:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
         with theirs:
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "pytest_mbmem.measure.server", str(theirs.fileno())],
+                [sys.executable, "-c", _START_SERVER, str(theirs.fileno()), *sys.path],
                 env=self.command_environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
@@ -244,6 +242,18 @@ class Launcher:
         return str(self._log.read()[-4000:].decode(errors="replace"))
 
 
+def check(recipe: Recipe) -> None:
+    """Raise `UserError` for a recipe that this version cannot measure."""
+    if reasons := recipe.not_yet():
+        raise UserError(f"recipe {recipe.name or recipe.digest} cannot be measured yet: {'; '.join(reasons)}")
+
+
+def recipe_environment(recipe: Recipe) -> dict[str, str]:
+    """What the recipe sets in the environment of the process that runs it."""
+    allocator = {name: recipe.memory.alloc_conf for name in _ALLOCATOR_VARIABLES if recipe.memory.alloc_conf}
+    return {**allocator, **recipe.environment}
+
+
 def _failure(result: CallResult, rank: int, doing: str = "") -> Failure:
     assert result.failure is not None
     return Failure(result.failure, rank, f"{doing}{result.message}\n{result.output[-4000:]}".strip())
@@ -251,7 +261,7 @@ def _failure(result: CallResult, rank: int, doing: str = "") -> Failure:
 
 def versions() -> dict[str, str]:
     """What a measurement depends on, as far as it is installed."""
-    found = {"python": platform.python_version()}
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
     for package in ("torch", "megatron-core", "transformer-engine", "pytest-mbmem"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[package] = importlib.metadata.version(package)

@@ -1,6 +1,6 @@
 """The fork server: a process with torch and Megatron loaded and CUDA untouched, of which each measurement is a fork.
 
-Started by `launch.Launcher` as `python -m pytest_mbmem.measure.server FD`. Over the connection it takes requests and
+Started by `launch.Launcher` with the connection's file descriptor as its first argument. Over it, it takes requests and
 answers each once, in any order; several run at a time. When the connection closes it kills what still runs and ends.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import importlib
-import json
 import os
 import signal
 import sys
@@ -52,7 +51,7 @@ def _run(request: dict[str, Any], results: Connection, output: Path) -> NoReturn
         answer = {"error": traceback.format_exc()}
     sys.stdout.flush()
     sys.stderr.flush()
-    results.send_bytes(json.dumps(answer).encode())
+    results.send(answer)
     os._exit(0)  # no exit handlers: the process is a copy of the server
 
 
@@ -73,7 +72,7 @@ def _finish(child: _Child) -> dict[str, Any]:
     """The answer to the child's request; its whole process group is gone afterwards."""
     answer: dict[str, Any] = {"value": None, "failure": None, "message": ""}
     try:
-        received = json.loads(child.results.recv_bytes()) if child.results.poll() else None
+        received = child.results.recv() if child.results.poll() else None
     except EOFError:
         received = None
     if received is None and time.monotonic() >= child.deadline:
@@ -140,7 +139,3 @@ def main() -> None:
     gc.freeze()  # what is loaded stays shared with the forks
     connection.send("ready")
     serve(connection)
-
-
-if __name__ == "__main__":
-    main()

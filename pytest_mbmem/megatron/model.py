@@ -23,6 +23,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
 from ..recipe import Recipe
+from ..virtual_gpu.fresh_memory import zero_new_tensors
 from . import configs, layers, solo, stand_ins
 
 OnPhase = Callable[[int, str], None]
@@ -93,8 +94,15 @@ class LiveModel:
             for name, function in originals.items():
                 setattr(schedules, name, function)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether `close` was not called yet."""
+        return bool(self.chunks)
+
     def close(self) -> None:
-        """Free the model and leave Megatron's and torch's process groups."""
+        """Free the model and leave Megatron's and torch's process groups. A second call does nothing."""
+        if not self.is_open:
+            return
         self.chunks.clear()
         self.config.no_sync_func = self.config.grad_sync_func = self.config.param_sync_func = None
         self.config.finalize_model_grads_func = self.config.grad_scale_func = None
@@ -110,6 +118,7 @@ def live_model(recipe: Recipe, rank: int = 0, *, virtual: bool = True) -> LiveMo
     """Build rank `rank` of the recipe's job on the current CUDA device, alone (see `solo`)."""
     if virtual:
         stand_ins.install()
+        zero_new_tensors()
     torch.use_deterministic_algorithms(recipe.training.deterministic)
     solo.initialize(recipe, rank)
     config = configs.transformer_config(recipe)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UserError
-from ..gates import Judgement, PeakGate
-from ..measurement import Measurement, RankMeasurement
+from ..gates import Judgement
+from ..measurement import Measurement, RankMeasurement, read_plain
 
 SCHEMA = 1
 """Version of the file that --mbmem-json writes; a file with another one is refused."""
@@ -42,13 +42,10 @@ class Judged:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Judged:
+    def from_json(cls, data: Mapping[str, Any], source: str) -> Judged:
         """Read what `to_json` wrote."""
-        names = [f.name for f in dataclasses.fields(Judgement)]
-        fields = {name: data[name] for name in names}
-        fields["gate"] = PeakGate(**fields["gate"])
-        fields["notes"] = tuple(fields["notes"])
-        return cls(Judgement(**fields), data["accepted"])
+        fields = {f.name: data[f.name] for f in dataclasses.fields(Judgement)}
+        return cls(read_plain(Judgement, fields, source), read_plain(bool, data["accepted"], f"{source}: accepted"))
 
 
 @dataclass
@@ -77,7 +74,9 @@ class Measured:
     def from_json(cls, data: Mapping[str, Any], source: str) -> Measured:
         """Read what `to_json` wrote."""
         measurement = Measurement.from_json(data["measurement"], source)
-        return cls(data["key"], data["name"], measurement, [Judged.from_json(j) for j in data["judgements"]])
+        judged = [Judged.from_json(j, source) for j in data["judgements"]]
+        key = read_plain(str, data["key"], f"{source}: key")
+        return cls(key, read_plain(str | None, data["name"], f"{source}: name"), measurement, judged)
 
 
 @dataclass
@@ -99,8 +98,10 @@ class TestResult:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str) -> TestResult:
         """Read what `to_json` wrote."""
-        measured = [Measured.from_json(m, source) for m in data["measurements"]]
-        return cls(data["id"], data["outcome"], data["duration"], measured)
+        test = read_plain(str, data["id"], f"{source}: id")
+        outcome = read_plain(str, data["outcome"], f"{source}: {test}: outcome")
+        duration = read_plain(float, data["duration"], f"{source}: {test}: duration")
+        return cls(test, outcome, duration, [Measured.from_json(m, f"{source}: {test}") for m in data["measurements"]])
 
 
 @dataclass
@@ -121,6 +122,7 @@ class Results:
             raise UserError(f"{source}: not a file of --mbmem-json, schema {SCHEMA}")
         try:
             tests = [TestResult.from_json(test, source) for test in data["tests"]]
-            return cls(dict(data["header"]), {test.id: test for test in tests})
+            header = read_plain(Mapping[str, str], data["header"], f"{source}: header")
+            return cls(header, {test.id: test for test in tests})
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{source}: a damaged file of --mbmem-json ({error!r})") from None

@@ -1,0 +1,95 @@
+"""pytest's hooks, and nothing else: options, markers, which tests measure, reports.
+
+Imports neither torch nor anything that takes time. The hooks that run for every test are in `session`, and are
+registered when the first test that measures is collected.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+
+import pytest
+
+from . import options
+from .errors import UserError
+from .fixtures import mbmem, megatron_model
+from .session import MARKER, PLAN, RUN, Collected, Run
+
+__all__ = ["mbmem", "megatron_model"]
+
+_MARKER_HELP = (
+    f'{MARKER}(limit=None, *, metric="allocated", phase=None, tolerance=None, slack=None): fail when peak GPU memory '
+    'exceeds a limit ("60 GiB") or a baseline; metric is "allocated" or "reserved", phase as in "optimizer" or "step-2"'
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options and ini keys."""
+    options.add(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker, and check all options before anything is collected."""
+    config.addinivalue_line("markers", _MARKER_HELP)
+    item = sys.modules.get("pytest_mbmem.item")  # loaded wherever a whole test runs in a worker
+    worker = item.WORKER if item is not None else None
+    try:
+        config.stash[RUN] = Run(config, options.Options.read(config), worker)
+    except UserError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Device, versions and baselines, where this session has anything to do with them."""
+    run = config.stash[RUN]
+    return run.header_lines() if run.options.in_use else []
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Decide for each test whether and how it is measured, before any of them is deselected."""
+    run = config.stash[RUN]
+    for item in items:
+        plan = run.plan(item)
+        if plan is not None:
+            item.stash[PLAN] = plan
+            run.register_hooks()
+    run.collected.add(item.nodeid for item in items)
+
+
+def pytest_deselected(items: list[pytest.Item]) -> None:
+    """Remember that not all tests were selected."""
+    if items:
+        items[0].config.stash[RUN].collected.complete = False
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config) -> None:
+    """In xdist's controller: reports come from the workers, so have the hooks that gather them."""
+    config.stash[RUN].register_reporter()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node: object, ids: list[str]) -> None:
+    """In xdist's controller: what a worker collected."""
+    config: pytest.Config = node.config  # type: ignore[attr-defined]
+    config.stash[RUN].collected.add(ids)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object, error: object) -> None:
+    """In xdist's controller: whether the worker deselected tests."""
+    config: pytest.Config = node.config  # type: ignore[attr-defined]
+    output = getattr(node, "workeroutput", {})
+    collected: Collected = config.stash[RUN].collected
+    collected.complete &= output.get("mbmem_complete", True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, object]:
+    """In xdist's workers: tell the controller whether tests were deselected."""
+    output = getattr(session.config, "workeroutput", None)
+    if output is not None:
+        output["mbmem_complete"] = session.config.stash[RUN].collected.complete
+    return (yield)

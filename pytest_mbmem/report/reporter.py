@@ -1,0 +1,132 @@
+"""Gathers the tests' results in the process that reports, updates the baselines at the end, and has reports written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ..errors import UserError
+from ..files import write_atomically
+from .results import Measured, Results, TestResult
+
+if TYPE_CHECKING:
+    from ..baselines import Change, Orphan, Record
+    from ..session import Run
+
+
+class Reporter:
+    """The hooks of the process that reports: the only one, or xdist's controller."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._results = Results(run.header())
+        self._records: dict[str, list[Record]] = {}
+        self._changes: list[Change] = []
+        self._orphans: list[Orphan] = []
+        self._problems: list[str] = []
+        self._written: list[str] = []
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep what the test measured. A test that is run again replaces its first run."""
+        data: dict[str, Any] | None = getattr(report, "mbmem", None)
+        if data is None:
+            return
+        from ..baselines import Record
+
+        result = self._results.tests.setdefault(report.nodeid, TestResult(report.nodeid))
+        if report.when == "setup":
+            result.outcome, result.duration, result.measured = "passed", 0.0, []
+        result.duration += report.duration
+        result.outcome = _outcome(report, result.outcome)
+        if report.when == "call":
+            result.measured = [Measured.from_json(m, report.nodeid) for m in data.get("measurements", [])]
+            self._records[report.nodeid] = [Record.from_json(r) for r in data.get("records", [])]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Update baselines and write reports; what goes wrong there fails the session."""
+        for step in (self._update, self._find_orphans, self._write_reports):
+            try:
+                step()
+            except UserError as error:
+                self._problems.append(str(error))
+        if self._problems and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def _update(self) -> None:
+        options = self._run.options
+        if options.update is None:
+            return
+        from ..baselines import apply_updates
+
+        records = [record for records in self._records.values() for record in records]
+        self._changes = apply_updates(options.baselines, records, options.update, options.reason)  # type: ignore[arg-type]
+
+    def _find_orphans(self) -> None:
+        if not self._all_tests_were_selected():
+            return
+        from ..baselines import clean_nodeid, orphans
+
+        seen: dict[str, set[str]] = {}
+        for nodeid in self._run.collected.nodeids:
+            module, key = clean_nodeid(nodeid)
+            seen.setdefault(module, set()).add(key)
+        self._orphans = orphans(self._run.options.baselines, self._run.device.key, seen)
+
+    def _all_tests_were_selected(self) -> bool:
+        """Whether this session collected what `pytest` without arguments collects, and deselected nothing."""
+        config = self._run.config
+        everything = config.args_source is not config.ArgsSource.ARGS or self._names_the_root(config)
+        return everything and self._run.collected.complete
+
+    @staticmethod
+    def _names_the_root(config: pytest.Config) -> bool:
+        paths = [config.invocation_params.dir / argument for argument in config.args]
+        return any(path == config.rootpath for path in paths)
+
+    def _write_reports(self) -> None:
+        options = self._run.options
+        if options.json is not None:
+            from . import json
+
+            self._write(options.json, json.text(self._results))
+        if options.html is not None:
+            from . import html
+
+            self._write(options.html, html.page(self._results))
+
+    def _write(self, path: Path, text: str) -> None:
+        try:
+            write_atomically(path, text)
+        except OSError as error:
+            raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+        self._written.append(f"report: {path}")
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """The table of what was measured, and what happened to the baselines."""
+        lines = list(self._summary(terminalreporter._tw.fullwidth))
+        if lines:
+            terminalreporter.section("memory")
+            for line in lines:
+                terminalreporter.write_line(line)
+        for problem in self._problems:
+            terminalreporter.write_line(f"mbmem: error: {problem}", red=True)
+
+    def _summary(self, width: int) -> Iterator[str]:
+        from . import terminal
+
+        yield from terminal.summary_lines(self._results, width)
+        yield from terminal.changes_lines(self._changes)
+        yield from terminal.orphan_lines(self._orphans)
+        yield from self._written
+
+
+def _outcome(report: pytest.TestReport, before: str) -> str:
+    if hasattr(report, "wasxfail"):
+        return "xfailed" if report.skipped else "xpassed"
+    if report.failed:
+        return "failed" if report.when == "call" else "error"
+    return "skipped" if report.skipped else before

@@ -1,0 +1,114 @@
+"""What the terminal's table and the HTML page's say alike: one row for each verdict of each measurement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ..gates import Judgement
+from ..measurement import Measurement, RankMeasurement
+from ..units import format_bytes, format_fraction
+from .results import Judged, Measured, TestResult
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """A row of the table, as text; `NOTHING` where there is nothing to say."""
+
+    test: str
+    device: str
+    baseline: str = NOTHING  # or the limit, as in "<= 60.00 GiB"
+    measured: str
+    change: str = NOTHING
+    rank: str = NOTHING
+    phase: str = NOTHING
+    verdict: str = NOTHING
+
+
+def rows_of(test: TestResult) -> Iterator[Row]:
+    """One for each verdict, or one without a verdict for a measurement that no gate judges."""
+    for measured in test.measured:
+        label = label_of(test.id, measured)
+        if not measured.judged:
+            yield _without_verdict(label, measured.measurement)
+        for judged in measured.judged:
+            yield _with_verdict(label, measured.measurement, judged)
+
+
+def label_of(nodeid: str, measured: Measured) -> str:
+    """The test, and the measurement's name if it has one."""
+    return nodeid + (f"@{measured.name}" if measured.name else "")
+
+
+def shown_verdict(judged: Judged) -> str:
+    """The verdict, or "accepted" where --mbmem-update lets a test pass that would have failed."""
+    return "accepted" if judged.accepted and not judged.judgement.passed else judged.judgement.verdict
+
+
+def reference_of(judgement: Judgement) -> str:
+    """Baseline or limit."""
+    if judgement.reference is None:
+        return NOTHING
+    bound = "<= " if judgement.gate.limit is not None else ""
+    return bound + format_bytes(judgement.reference)
+
+
+def measured_ranks(measurement: Measurement) -> list[RankMeasurement]:
+    """Those that have a peak; one that failed at once has none."""
+    return [rank for rank in measurement.ranks if rank.phases]
+
+
+def worst_of(measurement: Measurement) -> RankMeasurement | None:
+    """The rank that allocated most, among those of a failed measurement too."""
+    ranks = measured_ranks(measurement)
+    return max(ranks, key=lambda rank: (rank.peak(), -rank.rank)) if ranks else None
+
+
+def coordinates_of(rank: RankMeasurement) -> str:
+    """As in "tp=0 pp=1"; empty for a test without a recipe."""
+    return " ".join(f"{name}={value}" for name, value in rank.coordinates.items())
+
+
+def sizes_of(sizes: Mapping[str, int]) -> str:
+    """Bytes by name, as in "tp 1.00 MiB, dp 2.00 GiB"."""
+    return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()) or NOTHING
+
+
+def format_flops(flops: int | None) -> str:
+    """In the largest decimal unit that they fill, as in "1.23 TFLOP"."""
+    if flops is None:
+        return NOTHING
+    size, unit = float(flops), ""
+    for unit in ("", "k", "M", "G", "T", "P"):  # noqa: B007 (the last one counts)
+        if round(size, 2) < 1000:
+            break
+        size /= 1000
+    return f"{size:.2f} {unit}FLOP"
+
+
+def _without_verdict(label: str, measurement: Measurement) -> Row:
+    failure, worst = measurement.failure, worst_of(measurement)
+    if failure is not None:
+        rank, phase, measured = str(failure.rank), failure.name or NOTHING, failure.kind
+    elif worst is not None:
+        rank, phase, measured = str(worst.rank), worst.peak_phase().name, format_bytes(worst.peak())
+    else:
+        rank, phase, measured = NOTHING, NOTHING, NOTHING
+    return Row(test=label, device=measurement.device.key, measured=measured, rank=rank, phase=phase)
+
+
+def _with_verdict(label: str, measurement: Measurement, judged: Judged) -> Row:
+    judgement = judged.judgement
+    metric = judgement.gate.metric_id
+    return Row(
+        test=label if metric == "allocated" else f"{label} {metric}",
+        device=measurement.device.key,
+        baseline=reference_of(judgement),
+        measured=NOTHING if judgement.measured is None else format_bytes(judgement.measured),
+        change=NOTHING if judgement.change is None else format_fraction(judgement.change, signed=True),
+        rank=NOTHING if judgement.rank is None else str(judgement.rank),
+        phase=judgement.phase or NOTHING,
+        verdict=shown_verdict(judged),
+    )

@@ -1,0 +1,303 @@
+"""Texts for a terminal: why a test failed, and the tables of a session and of a single measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from ..baselines import clean_nodeid
+from ..gates import Judgement
+from ..measurement import Measurement, RankMeasurement
+from ..units import format_bytes, format_fraction
+from .results import Measured, Results
+from .rows import (
+    Row,
+    coordinates_of,
+    format_flops,
+    label_of,
+    measured_ranks,
+    rows_of,
+    sizes_of,
+    worst_of,
+)
+
+if TYPE_CHECKING:
+    from ..baselines import Change, Orphan
+
+_NARROWEST, _WIDEST = 80, 200
+_SHORTEST_TEST = 32
+"""Characters that the table leaves to a test's id before it gives up a column."""
+
+_MESSAGE_START, _MESSAGE_END = 3, 17
+"""Lines of a worker's message that are shown: what happened, and the end of a traceback."""
+
+_GAP = "  "
+
+
+# Failures -------------------------------------------------------------------------------------------------------------
+
+
+def failure_text(nodeid: str, measured: Measured, judgement: Judgement, to_paste: str | None) -> str:
+    """Why the gate fails the test and what to do, for a verdict that does not pass; `to_paste` if it is "missing"."""
+    lines = [_headline(measured, judgement), ""]
+    facts = list(_facts(measured, judgement))
+    width = max(len(name) for name, _ in facts)
+    lines += [f"  {name:<{width}}  {value}" for name, value in facts]
+    failure = measured.measurement.failure
+    if failure is not None:
+        lines += ["", *(f"  {line}" for line in _shortened(failure.message))]
+    else:
+        notes = [part for note in judgement.notes for part in _note_lines(note)]
+        lines += ["", *notes] if notes else []
+    advice = list(_advice(nodeid, judgement, to_paste))
+    return "\n".join([*lines, "", *advice] if advice else lines)
+
+
+def _headline(measured: Measured, judgement: Judgement) -> str:
+    gate, device = judgement.gate, measured.measurement.device
+    what = f"peak {gate.metric}" + (f" in {gate.phase}" if gate.phase else "")
+    if measured.name:
+        what += f" of {measured.name!r}"
+    verdict = judgement.verdict
+    if verdict == "regression":
+        assert judgement.measured is not None
+        assert judgement.allowed is not None
+        bound = "the limit" if gate.limit is not None else "what the baseline allows"
+        return f"REGRESSION: {what} is {format_bytes(judgement.measured - judgement.allowed)} over {bound}"
+    if verdict == "missing":
+        return f"MISSING: {what} has no baseline on {device.key}"
+    if verdict == "stale":
+        return f"STALE: the baseline of {what} is of another recipe"
+    if verdict == "out of memory":
+        return f"OUT OF MEMORY: the recipe does not fit {device.name}"
+    return f"INVALID: {what} could not be measured"
+
+
+def _facts(measured: Measured, judgement: Judgement) -> Iterator[tuple[str, str]]:
+    gate, device = judgement.gate, measured.measurement.device
+    if judgement.measured is not None:
+        yield "measured", _exactly(judgement.measured)
+    if judgement.reference is not None:
+        other = " (of the other recipe)" if judgement.verdict == "stale" else ""
+        yield "baseline" if gate.limit is None else "limit", _exactly(judgement.reference) + other
+    if judgement.allowed is not None and gate.limit is None:
+        rule = f"tolerance {format_fraction(gate.tolerance)}, slack {format_bytes(gate.slack)}"
+        yield "allowed", f"{_exactly(judgement.allowed)}: {rule}"
+    if judgement.measured is not None and judgement.reference is not None:
+        difference = judgement.measured - judgement.reference
+        share = format_fraction(difference / judgement.reference, signed=True)
+        yield "change", f"{share}, {format_bytes(difference, signed=True)}"
+    if judgement.rank is not None:
+        yield "rank" if measured.measurement.failure is not None else "worst rank", _rank(measured, judgement.rank)
+    if judgement.phase is not None:
+        yield "phase", judgement.phase
+    yield "device", f"{device.key}, capacity {format_bytes(device.capacity)}"
+
+
+def _rank(measured: Measured, number: int) -> str:
+    rank = measured.rank(number)
+    if rank is None or not rank.coordinates:
+        return str(number)
+    ranks = f"{rank.stands_for} rank" + ("s" if rank.stands_for > 1 else "")
+    return f"{number} ({coordinates_of(rank)}), stands for {ranks} of {measured.measurement.world_size}"
+
+
+def _exactly(size: int) -> str:
+    return f"{format_bytes(size):>10} ({size} bytes)"
+
+
+def _note_lines(note: str) -> list[str]:
+    """A bullet; what differs in a stale recipe comes one key a line."""
+    first, *more = note.split("; ") if "the recipe changed" in note else [note]
+    head, colon, change = first.partition(": ")
+    if not more or not colon:
+        return [f"  - {note}"]
+    return [f"  - {head}:", *(f"      {part}" for part in (change, *more))]
+
+
+def _shortened(message: str) -> list[str]:
+    lines = message.splitlines()
+    left_out = len(lines) - _MESSAGE_START - _MESSAGE_END
+    if left_out <= 1:  # saying so would take a line as well
+        return lines
+    return [*lines[:_MESSAGE_START], f"... {left_out} lines left out ...", *lines[-_MESSAGE_END:]]
+
+
+def _advice(nodeid: str, judgement: Judgement, to_paste: str | None) -> Iterator[str]:
+    command = f"pytest {shlex.quote('::'.join(clean_nodeid(nodeid)))}"
+    verdict = judgement.verdict
+    if verdict == "missing":
+        yield "To record it:"
+        yield f"  {command} --mbmem-update=new"
+        if to_paste is not None:
+            yield f"or paste into {to_paste.rstrip()}"
+    elif verdict == "stale":
+        yield "If the recipe was changed on purpose:"
+        yield f"  {command} --mbmem-update=changed"
+    elif verdict == "regression" and judgement.gate.limit is None:
+        yield "If it is worth the memory, accept it and say why:"
+        yield f'  {command} --mbmem-update=changed --mbmem-reason "..."'
+
+
+# The session's summary ------------------------------------------------------------------------------------------------
+
+
+def summary_lines(results: Results, width: int) -> list[str]:
+    """The table of all verdicts and measurements, fitted into `width` characters, and notes on tests that passed."""
+    rows = [row for test in results.tests.values() for row in rows_of(test)]
+    if not rows:
+        return []
+    return [_printable(line) for line in (*_summary_table(rows, width), *_notes(results))]
+
+
+def _summary_table(rows: Sequence[Row], width: int) -> Iterator[str]:
+    width = min(max(width, _NARROWEST), _WIDEST)
+    columns = [f.name for f in dataclasses.fields(Row)]
+    longest = max(len(row.test) for row in rows)
+    for dispensable in ("device", "phase"):
+        if _left_for_tests(rows, columns, width) < min(longest, _SHORTEST_TEST):
+            columns.remove(dispensable)
+    room = max(_left_for_tests(rows, columns, width), len("test"))
+    cells = [[getattr(row, name) for name in columns] for row in rows]
+    for line in cells:
+        line[0] = _shortened_middle(line[0], room)
+    yield from table([columns, *cells], right={"baseline", "measured", "change", "rank"})
+    if "device" not in columns:
+        yield f"device: {', '.join(dict.fromkeys(row.device for row in rows))}"
+
+
+def _left_for_tests(rows: Sequence[Row], columns: Sequence[str], width: int) -> int:
+    others = [max(len(name), *(len(getattr(row, name)) for row in rows)) for name in columns if name != "test"]
+    return width - sum(others) - len(_GAP) * len(others)
+
+
+def _shortened_middle(text: str, room: int) -> str:
+    """The end says most: a test's name and parameters."""
+    if len(text) <= room:
+        return text
+    start = max((room - 3) // 3, 0)
+    return f"{text[:start]}...{text[len(text) - (room - 3 - start) :]}"
+
+
+def _notes(results: Results) -> Iterator[str]:
+    """What verdicts that passed have to say; those that failed say it in their failure. Equal ones come once."""
+    tests: dict[str, list[str]] = {}
+    for test in results.tests.values():
+        for measured in test.measured:
+            for judged in measured.judged:
+                for note in judged.judgement.notes if judged.judgement.passed else ():
+                    tests.setdefault(note, []).append(label_of(test.id, measured))
+    for note, (first, *more) in tests.items():
+        yield f"note: {first}{f' and {len(more)} more' if more else ''}: {note}"
+
+
+def changes_lines(changes: Sequence[Change]) -> list[str]:
+    """What an update wrote, by file."""
+    lines: list[str] = []
+    for path in dict.fromkeys(change.path for change in changes):
+        lines.append(f"baselines written: {path}")
+        for change in changes:
+            if change.path == path:
+                metric = "" if change.metric_id == "allocated" else f" {change.metric_id}"
+                before = "" if change.old is None else f"{format_bytes(change.old)} -> "
+                lines.append(f"  {change.key}{metric}: {change.kind}, {before}{format_bytes(change.new)}")
+    return lines
+
+
+def orphan_lines(orphans: Sequence[Orphan]) -> list[str]:
+    """Baselines whose test is gone."""
+    if not orphans:
+        return []
+    places = [f"  {orphan.path}:{orphan.line}: {orphan.key}" for orphan in orphans]
+    return ["baselines without a test (renamed or removed; delete their entries):", *places]
+
+
+# A single measurement -------------------------------------------------------------------------------------------------
+
+
+def measurement_lines(measurement: Measurement) -> list[str]:
+    """Peaks of every rank, and of every phase of the worst one; its failure, if it has one."""
+    return [_printable(line) for line in _measurement_lines(measurement)]
+
+
+def _measurement_lines(measurement: Measurement) -> Iterator[str]:
+    device = measurement.device
+    ranks = measured_ranks(measurement)
+    yield f"device: {device.key}, {device.name}, capacity {format_bytes(device.capacity)}"
+    if ranks:
+        yield f"job: {measurement.world_size} ranks, {len(ranks)} of them measured"
+        yield ""
+        yield from _rank_table(ranks)
+    worst = worst_of(measurement)
+    if worst is not None:
+        yield ""
+        yield f"phases of rank {worst.rank}:"
+        yield from _phase_table(worst)
+        yield ""
+        yield f"sent in a step by group: {sizes_of(worst.collective_bytes)}"
+        if worst.allocation_retries:
+            yield f"cudaMalloc failed and the cache was emptied {worst.allocation_retries} times"
+    for assumption in measurement.assumptions:
+        yield f"assumed: {assumption}"
+    yield f"versions: {', '.join(f'{name} {value}' for name, value in measurement.environment.items())}"
+    failure = measurement.failure
+    if failure is not None:
+        place = f" in {failure.name}" if failure.name else ""
+        yield ""
+        yield f"FAILED: {failure.kind} on rank {failure.rank}{place}"
+        yield from (f"  {line}" for line in _shortened(failure.message))
+
+
+def _rank_table(ranks: Sequence[RankMeasurement]) -> list[str]:
+    head = ["rank", "coordinates", "stands for", "allocated", "reserved", "phase of the peak", "a step"]
+    cells = [
+        [
+            str(rank.rank),
+            coordinates_of(rank),
+            str(rank.stands_for),
+            format_bytes(rank.peak()),
+            format_bytes(rank.peak("reserved")),
+            rank.peak_phase().name,
+            format_flops(rank.flops_per_step),
+        ]
+        for rank in ranks
+    ]
+    return table([head, *cells], right={"rank", "stands for", "allocated", "reserved", "a step"})
+
+
+def _phase_table(rank: RankMeasurement) -> list[str]:
+    head = ["step", "phase", "allocated", "at its end", "reserved"]
+    cells = [
+        [
+            str(figures.step),
+            figures.phase,
+            format_bytes(figures.peak["allocated"]),
+            format_bytes(figures.resting["allocated"]),
+            format_bytes(figures.peak["reserved"]),
+        ]
+        for figures in rank.phases
+    ]
+    return table([head, *cells], right={"step", "allocated", "at its end", "reserved"})
+
+
+# Tables ---------------------------------------------------------------------------------------------------------------
+
+
+def table(cells: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
+    """Lines of aligned columns; the first row is the head, and `right` names the columns of numbers."""
+    head = cells[0]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
+    return [
+        _GAP.join(
+            text.rjust(width) if name in right else text.ljust(width)
+            for text, width, name in zip(row, widths, head, strict=True)
+        ).rstrip()
+        for row in cells
+    ]
+
+
+def _printable(line: str) -> str:
+    """Without what would break a line or steer the terminal."""
+    return "".join(character if character.isprintable() else "?" for character in line)
