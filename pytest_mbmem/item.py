@@ -180,7 +180,9 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
             print(output, end="", flush=True)
     received = value["reports"] if value is not None else []
     reports = [_received(config, item, data) for data in received]
-    if not any(report.when == "teardown" for report in reports):
+    if value is not None and value["exit"] == pytest.ExitCode.INTERRUPTED:  # the debugger was quit, or Ctrl-C
+        item.session.shouldstop = "the worker was interrupted"
+    elif not any(report.when == "teardown" for report in reports):
         text = message or "the worker's pytest did not run this test"
         reports.append(_failed(item, f"{item.nodeid}, in its worker: {text}\n{output}".strip()))
     return reports

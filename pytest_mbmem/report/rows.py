@@ -80,23 +80,23 @@ def format_flops(flops: int | None) -> str:
     """In the largest decimal unit that they fill, as in "1.23 TFLOP"."""
     if flops is None:
         return NOTHING
-    size, unit = float(flops), ""
-    for unit in ("", "k", "M", "G", "T", "P"):  # noqa: B007 (the last one counts)
+    size, prefix = float(flops), ""
+    for larger in "kMGTPE":
         if round(size, 2) < 1000:
             break
-        size /= 1000
-    return f"{size:.2f} {unit}FLOP"
+        size, prefix = size / 1000, larger
+    return f"{size:.2f} {prefix}FLOP"
 
 
 def _without_verdict(label: str, measurement: Measurement) -> Row:
-    failure, worst = measurement.failure, worst_of(measurement)
+    device, failure, worst = measurement.device.key, measurement.failure, worst_of(measurement)
     if failure is not None:
-        rank, phase, measured = str(failure.rank), failure.name or NOTHING, failure.kind
-    elif worst is not None:
-        rank, phase, measured = str(worst.rank), worst.peak_phase().name, format_bytes(worst.peak())
-    else:
-        rank, phase, measured = NOTHING, NOTHING, NOTHING
-    return Row(test=label, device=measurement.device.key, measured=measured, rank=rank, phase=phase)
+        place = failure.name or NOTHING
+        return Row(test=label, device=device, measured=failure.kind, rank=str(failure.rank), phase=place)
+    if worst is None:
+        return Row(test=label, device=device, measured=NOTHING)
+    peak, place = format_bytes(worst.peak()), worst.peak_phase().name
+    return Row(test=label, device=device, measured=peak, rank=str(worst.rank), phase=place)
 
 
 def _with_verdict(label: str, measurement: Measurement, judged: Judged) -> Row:

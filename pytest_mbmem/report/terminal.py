@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..baselines import Change, Orphan
 
 _NARROWEST, _WIDEST = 80, 200
-_SHORTEST_TEST = 32
+_SHORTEST_TEST = 28
 """Characters that the table leaves to a test's id before it gives up a column."""
 
 _MESSAGE_START, _MESSAGE_END = 3, 17
@@ -105,7 +105,7 @@ def _rank(measured: Measured, number: int) -> str:
 
 
 def _exactly(size: int) -> str:
-    return f"{format_bytes(size):>10} ({size} bytes)"
+    return f"{format_bytes(size):>11} ({size} bytes)"
 
 
 def _note_lines(note: str) -> list[str]:
@@ -251,7 +251,7 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
 
 
 def _rank_table(ranks: Sequence[RankMeasurement]) -> list[str]:
-    head = ["rank", "coordinates", "stands for", "allocated", "reserved", "phase of the peak", "a step"]
+    head = ["rank", "coordinates", "stands for", "peak allocated", "peak reserved", "phase of the peak", "FLOPs a step"]
     cells = [
         [
             str(rank.rank),
@@ -264,7 +264,7 @@ def _rank_table(ranks: Sequence[RankMeasurement]) -> list[str]:
         ]
         for rank in ranks
     ]
-    return table([head, *cells], right={"rank", "stands for", "allocated", "reserved", "a step"})
+    return table([head, *cells], right={"rank", "stands for", "peak allocated", "peak reserved", "FLOPs a step"})
 
 
 def _phase_table(rank: RankMeasurement) -> list[str]:

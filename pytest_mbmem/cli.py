@@ -1,0 +1,150 @@
+"""The command `mbmem`: measure a recipe, show the results of a test run, list the virtual GPUs."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import UserError
+from .files import write_atomically
+from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, choose_gpu, seconds
+
+if TYPE_CHECKING:
+    from .measure.ranks import Ranks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status: 0, 1 for a measurement that failed, 2 for a mistake of the user."""
+    arguments = _parser().parse_args(argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no characters for
+    try:
+        status: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except UserError as error:
+        print(f"mbmem: error: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:  # `mbmem ... | head`; what is left must not be written at exit either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130  # as a shell reports SIGINT
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="mbmem", description="Peak GPU memory of Megatron Core recipes.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    measure = commands.add_parser("measure", help="measure a recipe on a virtual GPU")
+    measure.add_argument("recipe", type=Path, metavar="RECIPE.yaml")
+    measure.add_argument("--virtual-gpu", metavar="NAME", default=DEFAULT_GPU, help="default: %(default)s")
+    measure.add_argument("--gpus", type=Path, metavar="FILE", help="YAML file with more virtual GPUs")
+    measure.add_argument(
+        "--ranks",
+        metavar="RANKS",
+        default="distinct",
+        help='"distinct" (one of each kind; the default), "all", or "0,3"',
+    )
+    measure.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        default=str(DEFAULT_TIMEOUT),
+        help="time limit of one rank (default: %(default)s)",
+    )
+    measure.add_argument("--json", type=Path, metavar="FILE", help="write the measurement as JSON")
+    measure.set_defaults(run=_measure)
+
+    report = commands.add_parser("report", help="show the results of a test run")
+    report.add_argument("results", type=Path, metavar="RESULTS.json", help="what pytest --mbmem-json=FILE wrote")
+    report.add_argument("--html", type=Path, metavar="FILE", help="write a page to be read in a browser")
+    report.set_defaults(run=_report)
+
+    gpus = commands.add_parser("gpus", help="list the virtual GPUs")
+    gpus.add_argument("--gpus", type=Path, metavar="FILE", help="YAML file with more virtual GPUs")
+    gpus.set_defaults(run=_gpus)
+    return parser
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    from .measure.launch import Launcher
+    from .recipe import Recipe
+    from .report.terminal import measurement_lines
+
+    _check_output(arguments.json, "--json")
+    gpu = choose_gpu(arguments.virtual_gpu, arguments.gpus, "--virtual-gpu")
+    ranks, timeout = _ranks(arguments.ranks), seconds(arguments.timeout, "--timeout")
+    recipe = Recipe.from_yaml(arguments.recipe)
+    launcher = Launcher(gpu, timeout=timeout)
+    try:
+        measurement = launcher.measure(recipe, ranks=ranks)
+    finally:
+        launcher.close()
+    print("\n".join(measurement_lines(measurement)))
+    if arguments.json is not None:
+        _write(arguments.json, json.dumps(measurement.to_json(), indent=1) + "\n")
+    return 0 if measurement.failure is None else 1
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from .report import html
+    from .report.json import load
+    from .report.terminal import summary_lines
+
+    _check_output(arguments.html, "--html")
+    results = load(arguments.results)
+    lines = summary_lines(results, shutil.get_terminal_size().columns)
+    print("\n".join(lines) if lines else f"{arguments.results}: no test measured anything")
+    if arguments.html is not None:
+        _write(arguments.html, html.page(results))
+    return 0
+
+
+def _gpus(arguments: argparse.Namespace) -> int:
+    from .report.terminal import table
+    from .units import format_bytes
+    from .virtual_gpu.gpus import load_gpus
+
+    cells = [["name", "shows as", "capacity", "context", "compute capability", "SMs"]]
+    for gpu in load_gpus(arguments.gpus).values():
+        capability = ".".join(map(str, gpu.compute_capability))
+        sizes = [format_bytes(gpu.capacity), format_bytes(gpu.context_bytes)]
+        cells.append([gpu.key, gpu.name, *sizes, capability, str(gpu.sm_count)])
+    print("\n".join(table(cells, right={"capacity", "context", "compute capability", "SMs"})))
+    return 0
+
+
+def _ranks(text: str) -> Ranks:
+    if text == "distinct":
+        return "distinct"
+    if text == "all":
+        return "all"
+    if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text):
+        raise UserError(f"--ranks: {text!r} is not distinct, all, or numbers of ranks as in 0,3")
+    return [int(number) for number in text.split(",")]
+
+
+def _check_output(path: Path | None, option: str) -> None:
+    """Before anything takes time. Raises `UserError` for what can hold no file."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise UserError(f"{option}: {path} is a folder; name a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{option}: the folder {path.parent} does not exist")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+    print(f"written: {path}")

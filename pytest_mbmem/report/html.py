@@ -1,0 +1,270 @@
+"""A report to be read in a browser: one page without anything from outside, for screens of any width."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+
+from ..gates import GATED_METRICS, GatedMetric
+from ..measurement import Measurement, PhaseFigures, RankMeasurement
+from ..units import format_bytes
+from .results import Judged, Measured, Results, TestResult
+from .rows import (
+    NOTHING,
+    Row,
+    coordinates_of,
+    format_flops,
+    label_of,
+    measured_ranks,
+    rows_of,
+    shown_verdict,
+    sizes_of,
+    worst_of,
+)
+
+_TEMPLATE = Path(__file__).with_name("page.html")
+
+_MOST_RANKS = 32
+"""Ranks that are drawn, the highest ones; of more of them nobody compares bars."""
+
+_GOOD = ("pass", "improvement", "accepted")
+
+
+def page(results: Results) -> str:
+    """The whole page. All text that comes from tests, recipes and files is escaped."""
+    tests = list(results.tests.values())
+    text = _TEMPLATE.read_text(encoding="utf-8")
+    parts = {
+        "FACTS": _facts(results.header),
+        "FILTERS": _filters(tests),
+        "ROWS": "\n".join(_table_row(number, row) for number, test in enumerate(tests) for row in rows_of(test)),
+        "TESTS": "\n".join(_test(number, test) for number, test in enumerate(tests)),
+    }
+    head, *rest = text.split("<!--")  # the template's places, as in <!--ROWS-->
+    filled = [head]
+    for piece in rest:
+        name, _, tail = piece.partition("-->")
+        filled += [parts[name], tail]
+    return "".join(filled).encode("utf-8", "backslashreplace").decode()
+
+
+def _facts(facts: Mapping[str, str]) -> str:
+    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
+    return f"<dl>{rows}</dl>" if rows else ""
+
+
+# The table ------------------------------------------------------------------------------------------------------------
+
+
+def _filters(tests: Sequence[TestResult]) -> str:
+    counts = Counter(row.verdict for test in tests for row in rows_of(test))
+    shown = [("", f"all {counts.total()}")] + [
+        (verdict, f"{_verdict_name(verdict)} {count}") for verdict, count in sorted(counts.items())
+    ]
+    return "".join(
+        f'<button type="button" data-show="{escape(verdict)}" aria-pressed="{"false" if verdict else "true"}">'
+        f"{escape(text)}</button>"
+        for verdict, text in shown
+    )
+
+
+def _verdict_name(verdict: str) -> str:
+    return "no verdict" if verdict == NOTHING else verdict
+
+
+def _table_row(number: int, row: Row) -> str:
+    cells = [f'<th scope="row"><a href="#test-{number}">{escape(row.test)}</a></th>']
+    for field in dataclasses.fields(Row):
+        if field.name not in ("test", "verdict"):
+            cells.append(f'<td data-name="{field.name}">{escape(getattr(row, field.name))}</td>')
+    cells.append(f'<td data-name="verdict">{_badge(row.verdict)}</td>')
+    return f'<tr data-verdict="{escape(row.verdict)}">{"".join(cells)}</tr>'
+
+
+def _badge(verdict: str) -> str:
+    kind = "none" if verdict == NOTHING else "good" if verdict in _GOOD else "bad"
+    return f'<span class="badge {kind}">{escape(verdict)}</span>'
+
+
+# A test ---------------------------------------------------------------------------------------------------------------
+
+
+def _test(number: int, test: TestResult) -> str:
+    verdicts = list(dict.fromkeys(row.verdict for row in rows_of(test)))
+    body = "".join(_measured(test, measured) for measured in test.measured) or "<p>Nothing was measured.</p>"
+    return (
+        f'<section id="test-{number}" data-verdicts="{escape(json.dumps(verdicts))}"><h2>{escape(test.id)}</h2>'
+        f"<p>{escape(test.outcome)} in {test.duration:.2f} s</p>{body}</section>"
+    )
+
+
+def _measured(test: TestResult, measured: Measured) -> str:
+    measurement = measured.measurement
+    parts = [f"<h3>{escape(label_of(test.id, measured))}</h3>"] if measured.name else []
+    parts += [_judged(judged) for judged in measured.judged]
+    if measurement.failure is not None:
+        parts.append(f"<pre>{escape(measurement.failure.message)}</pre>")
+    worst = worst_of(measurement)
+    if worst is not None:
+        parts += [_rank_bars(measured), _phase_bars(measured, worst), _rank_table(measurement)]
+    parts.append(_details("Recipe, environment and assumptions", _background(measurement)))
+    return "".join(parts)
+
+
+def _judged(judged: Judged) -> str:
+    judgement = judged.judgement
+    unsaid = judgement.notes if judgement.measured is not None else ()  # explain() says why nothing was measured
+    notes = "".join(f"<li>{escape(note)}</li>" for note in unsaid)
+    text = f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>"
+    return text + (f"<ul>{notes}</ul>" if notes else "")
+
+
+def _rank_table(measurement: Measurement) -> str:
+    head = (
+        "rank",
+        "coordinates",
+        "stands for",
+        "allocated",
+        "reserved",
+        "retained after the last backward",
+        "largest allocation",
+        "allocation retries",
+        "FLOPs a step",
+        "sent a step, by group",
+    )
+    rows = [
+        (
+            str(rank.rank),
+            coordinates_of(rank) or NOTHING,
+            str(rank.stands_for),
+            format_bytes(rank.peak()),
+            format_bytes(rank.peak("reserved")),
+            format_bytes(rank.retained_after_backward[-1]) if rank.retained_after_backward else NOTHING,
+            format_bytes(rank.largest_allocation) if rank.largest_allocation else NOTHING,
+            str(rank.allocation_retries),
+            format_flops(rank.flops_per_step),
+            sizes_of(rank.collective_bytes),
+        )
+        for rank in measured_ranks(measurement)
+    ]
+    header = "".join(f'<th scope="col">{name}</th>' for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    table = f'<div class="wide"><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>'
+    return _details("Figures of each rank", table)
+
+
+def _background(measurement: Measurement) -> str:
+    device = measurement.device
+    facts = {
+        "device": f"{device.key}, {device.name}",
+        "capacity": f"{format_bytes(device.capacity)} ({device.capacity} bytes)",
+        "ranks of the job": str(measurement.world_size),
+        **({"recipe digest": measurement.recipe_digest} if measurement.recipe_digest else {}),
+        **measurement.environment,
+    }
+    assumptions = "".join(f"<li>{escape(text)}</li>" for text in measurement.assumptions)
+    recipe = json.dumps(measurement.recipe, indent=1, ensure_ascii=False) if measurement.recipe else ""
+    return (
+        _facts(facts)
+        + (f"<p>Assumed:</p><ul>{assumptions}</ul>" if assumptions else "")
+        + (f"<pre>{escape(recipe)}</pre>" if recipe else "")
+    )
+
+
+def _details(summary: str, body: str) -> str:
+    return f"<details><summary>{escape(summary)}</summary>{body}</details>"
+
+
+# Bars -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bound:
+    """A line across the bars of a metric: a baseline, a limit or the device's capacity."""
+
+    kind: str  # baseline, limit or capacity
+    name: str
+    size: int
+    metrics: tuple[GatedMetric, ...]
+
+
+def _rank_bars(measured: Measured) -> str:
+    ranks = measured_ranks(measured.measurement)
+    shown = sorted(ranks, key=lambda rank: (-rank.peak(), rank.rank))[:_MOST_RANKS]
+    bars = [
+        (f"rank {rank.rank}", coordinates_of(rank), {metric: rank.peak(metric) for metric in GATED_METRICS})
+        for rank in sorted(shown, key=lambda rank: rank.rank)
+    ]
+    more = f", the highest {len(shown)} of {len(ranks)}" if len(shown) < len(ranks) else ""
+    return _bars(f"Peak of each measured rank{more}", bars, list(_bounds(measured, of_phases=False)))
+
+
+def _phase_bars(measured: Measured, worst: RankMeasurement) -> str:
+    bars = [
+        (figures.name, f"step {figures.step}" if figures.step > 2 else "", _sizes(figures)) for figures in worst.phases
+    ]
+    return _bars(f"Peak of each phase on rank {worst.rank}", bars, list(_bounds(measured, of_phases=True)))
+
+
+def _sizes(figures: PhaseFigures) -> dict[GatedMetric, int]:
+    return {metric: figures.peak[metric] for metric in GATED_METRICS if metric in figures.peak}
+
+
+def _bounds(measured: Measured, of_phases: bool) -> Iterator[_Bound]:
+    """Of the gates; one of a single phase bounds no rank's overall peak."""
+    for judged in measured.judged:
+        judgement = judged.judgement
+        gate = judgement.gate
+        if judgement.reference is not None and (of_phases or gate.phase is None):
+            kind = "baseline" if gate.limit is None else "limit"
+            yield _Bound(kind, f"{kind} of {gate.metric_id}", judgement.reference, (gate.metric,))
+    yield _Bound("capacity", "capacity", measured.measurement.device.capacity, GATED_METRICS)
+
+
+def _bars(title: str, bars: Sequence[tuple[str, str, Mapping[GatedMetric, int]]], bounds: Sequence[_Bound]) -> str:
+    """Horizontal bars from zero; bounds far beyond the longest one are named only, or no bar could be seen."""
+    longest = max(size for _, _, sizes in bars for size in sizes.values())
+    drawn = [bound for bound in bounds if bound.size <= 2 * longest]
+    full = max([longest, 1, *(bound.size for bound in drawn)]) * 1.02
+    lines = [
+        f'<div class="bar-name">{escape(name)} <small>{escape(extra)}</small></div><div>'
+        + "".join(_bar(metric, size, full, drawn) for metric, size in sizes.items())
+        + "</div>"
+        for name, extra, sizes in bars
+    ]
+    return f'<figure><figcaption>{escape(title)}</figcaption>{_legend(bounds, drawn)}<div class="bars">' + (
+        "".join(lines) + "</div></figure>"
+    )
+
+
+def _bar(metric: GatedMetric, size: int, full: float, bounds: Iterable[_Bound]) -> str:
+    marks = "".join(
+        f'<line class="{bound.kind}" x1="{_percent(bound.size, full)}" x2="{_percent(bound.size, full)}" '
+        'y1="0" y2="100%"/>'
+        for bound in bounds
+        if metric in bound.metrics
+    )
+    text = format_bytes(size)
+    return (
+        f'<div class="bar"><svg role="img" aria-label="{metric} {text}"><title>{metric} {size} bytes</title>'
+        f'<rect class="{metric}" width="{_percent(size, full)}" height="100%"/>{marks}</svg><span>{text}</span></div>'
+    )
+
+
+def _percent(size: int, full: float) -> str:
+    return f"{100 * size / full:.2f}%"
+
+
+def _legend(bounds: Iterable[_Bound], drawn: Sequence[_Bound]) -> str:
+    keys = [f'<span class="key {metric}"></span>{metric}' for metric in GATED_METRICS]
+    for bound in bounds:
+        text = f"{escape(bound.name)} {format_bytes(bound.size)}"
+        if bound in drawn:
+            keys.append(f'<span class="key line {bound.kind}"></span>{text}')
+        else:
+            keys.append(f"{text} (beyond the right edge)")
+    return f'<p class="legend">{" ".join(f"<span>{key}</span>" for key in keys)}</p>'

@@ -1,0 +1,137 @@
+"""The command `mbmem`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_mbmem.cli import main
+from pytest_mbmem.measure.launch import Launcher
+from pytest_mbmem.measurement import Device, Measurement, PhaseFigures, RankMeasurement
+from pytest_mbmem.recipe import Recipe
+from pytest_mbmem.report import json as json_report
+from pytest_mbmem.report.results import Measured, Results, TestResult
+
+COMMAND = [sys.executable, "-c", "import sys; from pytest_mbmem.cli import main; sys.exit(main())"]
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*COMMAND, *map(str, arguments)], capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path, small_recipe: Recipe) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(small_recipe.to_yaml(), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def results_file(tmp_path: Path) -> Path:
+    sizes = {"allocated": 2**30, "reserved": 2**31}
+    rank = RankMeasurement(0, {}, 1, (PhaseFigures(0, "test", sizes, sizes),))
+    measurement = Measurement(Device("virtual-x", "X", 2**33, virtual=True), (rank,))
+    test = TestResult("t.py::test_a", measured=[Measured("test_a", None, measurement)])
+    path = tmp_path / "results.json"
+    path.write_text(json_report.text(Results({}, {test.id: test})), encoding="utf-8")
+    return path
+
+
+def test_measure_shows_and_writes_what_the_launcher_measures(
+    launcher: Launcher, small_recipe: Recipe, recipe_file: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "measurement.json"
+    ended = run("measure", recipe_file, "--json", output)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "virtual-h100-80gb" in ended.stdout
+    assert "phases of rank 0:" in ended.stdout
+    assert Measurement.load(output) == launcher.measure(small_recipe)
+
+
+def test_measure_fails_for_a_recipe_that_does_not_fit(tmp_path: Path, small_recipe: Recipe) -> None:
+    large = small_recipe.but(hidden_size=8192, num_attention_heads=64, num_layers=8)
+    path = tmp_path / "large.yaml"
+    path.write_text(large.to_yaml(), encoding="utf-8")
+    ended = run("measure", path, "--virtual-gpu", "l4-24gb")
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert "FAILED: out of memory on rank 0 in build\n  CUDA out of memory. Tried to allocate" in ended.stdout
+
+
+def test_report_prints_the_table_and_writes_the_page(
+    results_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "report.html"
+    assert main(["report", str(results_file), "--html", str(page)]) == 0
+    assert "t.py::test_a" in capsys.readouterr().out
+    assert "t.py::test_a" in page.read_text(encoding="utf-8")
+
+
+def test_gpus_lists_those_of_a_file_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from pytest_mbmem.virtual_gpu.gpus import BUILT_IN
+
+    own = tmp_path / "own.yaml"
+    block = BUILT_IN.read_text(encoding="utf-8").partition("\nl4-24gb:")[2].partition("\nl40s-48gb:")[0]
+    own.write_text(f"mine:{block}\n", encoding="utf-8")
+    assert main(["gpus", "--gpus", str(own)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("h100-80gb ") for line in lines)
+    assert lines[-1].startswith("mine ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["measure", "none.yaml"], "none.yaml: cannot be read"),
+        (
+            ["measure", "{recipe}", "--virtual-gpu", "h1000"],
+            "--virtual-gpu: there is no virtual GPU 'h1000'; known are",
+        ),
+        (["measure", "{recipe}", "--gpus", "none.yaml"], "none.yaml: cannot be read"),
+        (["measure", "{recipe}", "--ranks", "first"], "--ranks: 'first' is not distinct, all, or numbers"),
+        (["measure", "{recipe}", "--ranks", "0,,1"], "--ranks: '0,,1' is not"),
+        (["measure", "{recipe}", "--ranks", "7"], "7 is not in the job"),
+        (["measure", "{recipe}", "--timeout", "nan"], "--timeout: 'nan' is not a number of seconds above 0"),
+        (["measure", "{recipe}", "--json", "none/x.json"], "--json: the folder none does not exist"),
+        (["measure", "{recipe}", "--json", "."], "--json: . is a folder"),
+        (["report", "{recipe}"], "cannot be read as JSON"),
+        (["report", "none.json"], "none.json: cannot be read"),
+        (["gpus", "--gpus", "none.yaml"], "none.yaml: cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_message_and_exit_status_2(
+    arguments: list[str], message: str, recipe_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([a.format(recipe=recipe_file) for a in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("mbmem: error: ")
+    assert message in err
+
+
+def test_a_failing_write_names_the_file(results_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(results_file), "--html", "/dev/full"]) == 2
+    assert "mbmem: error: /dev/full: cannot be written (No space left on device)" in capsys.readouterr().err
+
+
+def test_a_reader_that_leaves_early_sees_no_traceback(results_file: Path) -> None:
+    data = json.loads(results_file.read_text(encoding="utf-8"))
+    data["tests"] = [{**data["tests"][0], "id": f"t.py::test_{n}"} for n in range(5000)]
+    results_file.write_text(json.dumps(data), encoding="utf-8")
+    with subprocess.Popen(
+        [*COMMAND, "report", str(results_file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_the_command_imports_no_torch(results_file: Path) -> None:
+    code = "import sys; from pytest_mbmem.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code, "report", str(results_file)], capture_output=True, check=False)
+    assert ended.returncode == 0
