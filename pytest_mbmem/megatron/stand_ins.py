@@ -6,8 +6,8 @@ Each allocates what the original allocates and leaves the arithmetic out, which 
   keeps fp32 scores. One result of the scores' size forward, gradients in place backward, as in their CUDA sources
   (Megatron-LM and Apex, `csrc/megatron/*softmax*`).
 - The multi-tensor L2 norm of Transformer Engine and Apex (one fp32 value on the device), used for gradient clipping.
-- The fused Adam of Transformer Engine and Apex: torch's own `AdamW(fused=True)`, which like it holds two moments and no
-  temporaries. Known deviation: torch keeps a step counter of 512 bytes a parameter on the device.
+- The fused Adam and SGD of Transformer Engine and Apex: torch's own with `fused=True`, which like them hold their state
+  and no temporaries. Known deviation: torch's Adam keeps a step counter of 512 bytes a parameter on the device.
 - Bias-GELU and SwiGLU, which torch.compile fuses into one kernel (`jit_fuser` in core 0.16): one result, no
   temporaries. Run eagerly they leave holes in the allocator's cache that move the resting figure by up to 2 MiB.
 """
@@ -24,7 +24,7 @@ import torch
 from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu
 
 ASSUMPTIONS = (
-    "stand-ins of equal size: fused softmax, multi-tensor L2 norm, fused Adam (torch's), fused bias-GELU and SwiGLU",
+    "stand-ins of equal size: fused softmax, bias-GELU, SwiGLU and multi-tensor L2 norm, torch's fused Adam and SGD",
     "gradients are finite: no step is skipped",
     "copies and collectives complete at once",
 )
@@ -60,7 +60,8 @@ def install() -> None:
     for name in _SOFTMAX_EXTENSIONS:
         sys.modules[name] = _softmax_extension(name)
     clip_grads.multi_tensor_applier = _multi_tensor_l2_norm
-    torch.optim.AdamW.__init__ = functools.partialmethod(torch.optim.AdamW.__init__, fused=True)  # type: ignore[method-assign, assignment]
+    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
+        optimizer.__init__ = functools.partialmethod(optimizer.__init__, fused=True)  # type: ignore
     fused_bias_gelu.bias_gelu = lambda bias, y: torch.empty_like(y)
     fused_bias_gelu.bias_gelu_back = lambda grad, bias, y: torch.empty_like(y)
     fused_bias_swiglu.swiglu = fused_bias_swiglu.bias_swiglu = _half_width

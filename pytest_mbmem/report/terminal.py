@@ -162,7 +162,7 @@ def _summary_table(rows: Sequence[Row], width: int) -> Iterator[str]:
     room = max(_left_for_tests(rows, columns, width), len("test"))
     cells = [[getattr(row, name) for name in columns] for row in rows]
     for line in cells:
-        line[0] = _shortened_middle(line[0], room)
+        line[0] = _end(line[0], room)
     yield from table([columns, *cells], right={"baseline", "measured", "change", "rank"})
     if "device" not in columns:
         yield f"device: {', '.join(dict.fromkeys(row.device for row in rows))}"
@@ -173,12 +173,9 @@ def _left_for_tests(rows: Sequence[Row], columns: Sequence[str], width: int) -> 
     return width - sum(others) - len(_GAP) * len(others)
 
 
-def _shortened_middle(text: str, room: int) -> str:
+def _end(text: str, room: int) -> str:
     """The end says most: a test's name and parameters."""
-    if len(text) <= room:
-        return text
-    start = max((room - 3) // 3, 0)
-    return f"{text[:start]}...{text[len(text) - (room - 3 - start) :]}"
+    return text if len(text) <= room else f"...{text[len(text) - (room - 3) :]}"
 
 
 def _notes(results: Results) -> Iterator[str]:

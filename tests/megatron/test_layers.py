@@ -1,4 +1,4 @@
-"""Attention under context parallelism, with real numbers on the CPU: each rank's share is that of the whole sequence."""
+"""Attention under context parallelism, with real numbers on the CPU: each rank's share is that of the whole."""
 
 from __future__ import annotations
 
