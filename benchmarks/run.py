@@ -1,6 +1,6 @@
 """How fast the plugin is, against the speeds it aims at. Prints a table; never a verdict.
 
-    make bench
+make bench
 """
 
 from __future__ import annotations

@@ -74,18 +74,19 @@ class Reporter:
         for nodeid in self._run.collected.nodeids:
             module, key = clean_nodeid(nodeid)
             seen.setdefault(module, set()).add(key)
-        self._orphans = orphans(self._run.options.baselines, self._run.device.key, seen)
+        folder, device = self._run.options.baselines, self._run.device.key
+        for orphan in orphans(folder, device, seen):
+            path = orphan.path.relative_to(folder / device).with_suffix(".py")
+            # A module that exists and was not collected (outside of testpaths, or it fails to import) keeps its own.
+            if path.as_posix() in seen or not (self._run.config.rootpath / path).exists():
+                self._orphans.append(orphan)
 
     def _all_tests_were_selected(self) -> bool:
-        """Whether this session collected what `pytest` without arguments collects, and deselected nothing."""
+        """Whether this session collected what `pytest` in the rootdir does, and deselected nothing."""
         config = self._run.config
-        everything = config.args_source is not config.ArgsSource.ARGS or self._names_the_root(config)
-        return everything and self._run.collected.complete
-
-    @staticmethod
-    def _names_the_root(config: pytest.Config) -> bool:
         paths = [config.invocation_params.dir / argument for argument in config.args]
-        return any(path == config.rootpath for path in paths)
+        everything = config.args_source is config.ArgsSource.TESTPATHS or config.rootpath in paths
+        return everything and self._run.collected.complete
 
     def _write_reports(self) -> None:
         options = self._run.options
