@@ -7,7 +7,7 @@ import pytest
 from pytest_mbmem import Model, Parallelism, Recipe, Training, preset
 
 LLAMA = Recipe(
-    name="llama3-8b, four layers",
+    name="Llama 3 8B, shrunk to 8 layers of 1024",
     model=preset("llama3-8b").shrunk(layers=8, hidden=1024),
     training=Training(seq_length=2048, global_batch_size=16, attention_backend="flash"),
 )

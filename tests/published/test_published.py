@@ -14,6 +14,7 @@ from pytest_mbmem.recipe import Recipe
 from pytest_mbmem.virtual_gpu.gpus import load_gpus
 
 DATA = yaml.safe_load(Path(__file__).with_name("rows.yaml").read_text())
+README = Path(__file__).parents[2] / "README.md"
 MIB = 2**20
 TOLERANCE = 0.003
 
@@ -27,7 +28,7 @@ def launchers() -> Iterator[dict[str, Launcher]]:
 
 
 @pytest.mark.parametrize("row", DATA["rows"], ids=lambda row: row["case"])
-def test_peaks_are_within_three_permille_of_the_published(
+def test_peaks_are_within_three_permille_of_the_published_and_in_the_readme(
     row: dict[str, Any], launchers: dict[str, Launcher], request: pytest.FixtureRequest
 ) -> None:
     recipe = Recipe.from_dict({**DATA["common"], "parallelism": row["parallelism"]}, row["case"])
@@ -45,5 +46,7 @@ def test_peaks_are_within_three_permille_of_the_published(
     line = " / ".join(f"{published[name]:.2f}" for name in published)
     line += " | " + " / ".join(f"{virtual[name]:.2f}" for name in published)
     line += " | " + " / ".join(f"{errors[name]:+.2%}" for name in published)
-    request.node.user_properties.append(("published_row", f"| {row['case']} ({row['gpu']}) | {line} |"))
+    line = f"| {row['case']} ({row['gpu']}) | {line} |"
+    request.node.user_properties.append(("published_row", line))
+    assert line in README.read_text(), "the README's table is not what was measured"
     assert {name: error for name, error in errors.items() if abs(error) > TOLERANCE} == {}
