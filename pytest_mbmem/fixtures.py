@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from .errors import OutOfMemory, UserError
-from .session import RUN
+from .session import PLAN, RUN, Plan
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,6 +62,13 @@ class Mbmem:
 @pytest.fixture
 def mbmem(request: pytest.FixtureRequest) -> Mbmem:
     """Measures recipes: `mbmem.measure(recipe)` returns the peaks of every rank and phase."""
+    run = request.config.stash[RUN]
+    if run.worker is not None:
+        text = "mbmem: a marked test must name it among its arguments, or the test itself is measured"
+        pytest.fail(text, pytrace=False)
+    if PLAN not in request.node.stash:  # asked for by request.getfixturevalue()
+        request.node.stash[PLAN] = Plan()
+        run.register_hooks()
     return Mbmem(request.node)
 
 
@@ -79,7 +86,7 @@ def megatron_model(request: pytest.FixtureRequest) -> Iterator[Callable[..., Liv
         try:
             if any(model.is_open for model in built):
                 raise UserError("megatron_model: one model at a time; call its close() before building the next")
-            built.append(worker.build(run.recipe(request.node, recipe), rank))
+            built.append(worker.build(run.recipe(request.node, recipe, "megatron_model"), rank))
         except UserError as error:
             pytest.fail(str(error), pytrace=False)
         return built[-1]

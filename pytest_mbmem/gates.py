@@ -210,8 +210,11 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
     else:
         reference, allowed = None, None
 
-    def judgement(verdict: Verdict, **rest: Any) -> Judgement:
-        return Judgement(verdict, gate, key, reference=reference, allowed=None if stale else allowed, **rest)
+    def judgement(verdict: Verdict, notes: tuple[str, ...] = (), **rest: Any) -> Judgement:
+        bound = None if stale else allowed
+        return Judgement(
+            verdict, gate, key, reference=reference, allowed=bound, notes=notes + measurement.notes, **rest
+        )
 
     failure = measurement.failure
     if failure is not None:

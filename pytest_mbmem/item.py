@@ -12,6 +12,7 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +61,8 @@ class Worker:
         self.device = device
         self.reports: list[Any] = []
         self.assumptions: tuple[str, ...] = ()
+        self.interruption: str | None = None
+        self.errors: list[str] = []
 
     def watch(self) -> Watch:
         """Begin to measure."""
@@ -83,11 +86,22 @@ class Worker:
             )
         os.environ.update(unset)
         self.assumptions = stand_ins.ASSUMPTIONS
+        # Megatron warns of its own defaults, which a test may have made errors of. Until the test ends.
+        warnings.filterwarnings("ignore", module=r"megatron\.")
         return live_model(recipe, rank, virtual=self.device.virtual)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the reports of the test."""
         self.reports.append(report)
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Keep why the test could not be collected here."""
+        if report.failed:
+            self.errors.append(report.longreprtext)
+
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        """Keep what pytest.exit(), Ctrl-C or a debugger that was quit say."""
+        self.interruption = str(excinfo.value) or excinfo.typename
 
 
 class Watch:
@@ -128,7 +142,11 @@ def _cuda_is_initialized() -> bool:
 
 
 def run(test: str, options: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
-    """In the worker: run the test and return {"exit": pytest's exit code, "reports": serialised reports}."""
+    """In the worker: run the test.
+
+    Returns {"reports": serialised reports, "interruption": what ended the session, or None,
+    "errors": why the test could not be run}.
+    """
     global WORKER
     WORKER = Worker(Device(**device))
     if WORKER.device.virtual:
@@ -136,9 +154,13 @@ def run(test: str, options: dict[str, Any], device: dict[str, Any]) -> dict[str,
     config = pytest.Config.fromdictargs(options, [test])
     config.pluginmanager.register(WORKER, "mbmem-worker")
     try:
-        exit_code = config.hook.pytest_cmdline_main(config=config)
+        try:
+            config.hook.pytest_cmdline_main(config=config)
+        except pytest.UsageError as error:  # the test was not found, which is all to say unless collecting it failed
+            WORKER.errors = WORKER.errors or [str(error)]
         serialise = config.hook.pytest_report_to_serializable
-        return {"exit": int(exit_code), "reports": [serialise(config=config, report=r) for r in WORKER.reports]}
+        reports = [serialise(config=config, report=report) for report in WORKER.reports]
+        return {"reports": reports, "interruption": WORKER.interruption, "errors": WORKER.errors}
     finally:
         config._ensure_unconfigure()
 
@@ -151,12 +173,13 @@ def run_in_worker(measuring: Run, item: pytest.Item, nextitem: pytest.Item | Non
         reports = _reports(measuring, item)
     except UserError as error:
         reports = [_failed(item, str(error))]
-    for report in reports:
-        ihook.pytest_runtest_logreport(report=report)
     # What the tests before set up and no later one needs; no public hook does only this.
     call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
     if call.excinfo is not None:
-        report = pytest.TestReport.from_item_and_call(item, call)
+        if reports and reports[-1].when == "teardown" and reports[-1].passed:
+            del reports[-1]  # a test has one teardown
+        reports.append(pytest.TestReport.from_item_and_call(item, call))
+    for report in reports:
         ihook.pytest_runtest_logreport(report=report)
     ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
@@ -180,10 +203,11 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
             print(output, end="", flush=True)
     received = value["reports"] if value is not None else []
     reports = [_received(config, item, data) for data in received]
-    if value is not None and value["exit"] == pytest.ExitCode.INTERRUPTED:  # the debugger was quit, or Ctrl-C
-        item.session.shouldstop = "the worker was interrupted"
+    if value is not None and value["interruption"] is not None:
+        item.session.shouldstop = f"{item.nodeid}, in its worker: {value['interruption']}"
     elif not any(report.when == "teardown" for report in reports):
-        text = message or "the worker's pytest did not run this test"
+        errors = "\n".join(value["errors"]) if value is not None else ""
+        text = message or f"pytest could not run this test there\n{errors}"
         reports.append(_failed(item, f"{item.nodeid}, in its worker: {text}\n{output}".strip()))
     return reports
 
@@ -220,7 +244,8 @@ def _with_terminal(
         file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "call.pickle"
         file.write_bytes(pickle.dumps(arguments))
         if capture is not None:
-            stack.enter_context(capture.global_and_fixture_disabled())
+            capture.suspend(in_=True)
+            stack.callback(capture.resume)
         command = [sys.executable, "-m", "pytest_mbmem.item", str(file)]
         environment = {
             **measuring.launcher.command_environment(),

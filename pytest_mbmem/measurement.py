@@ -57,14 +57,16 @@ class RankMeasurement:
     """One measured rank."""
 
     rank: int
-    coordinates: Mapping[str, int]  # {"tp": 0, "cp": 0, "ep": 0, "pp": 1, "dp": 0}
-    stands_for: int  # how many ranks of the job hold the same, this one included
+    coordinates: Mapping[str, int]  # {"tp": 0, "cp": 0, "dp": 0, "pp": 1}; empty for a test
+    stands_for: int  # how many ranks of the job it represents, this one included (see measure.ranks)
     phases: tuple[PhaseFigures, ...]
     retained_after_backward: tuple[int, ...] = ()  # allocated bytes when the last backward of each step is done
     allocation_retries: int = 0  # cudaMalloc failed and the cache was emptied
-    largest_allocation: int = 0  # bytes of the largest single request
+    largest_allocation: int | None = None  # bytes of the largest single request, seen where FLOPs are counted
     flops_per_step: int | None = None  # matrix-multiplication and attention FLOPs, counted in a run of their own
-    collective_bytes: Mapping[str, int] = field(default_factory=dict)  # per step, by process group ("tp", "dp", ...)
+    collective_bytes: Mapping[str, int] = field(
+        default_factory=dict
+    )  # per step, by process group (see measure.counting)
 
     def peak(self, metric: Metric = "allocated", phase: str | None = None) -> int:
         """Highest bytes over all phases, or over those that `phase` selects (see `selects`)."""
@@ -125,6 +127,7 @@ class Measurement:
     world_size: int = 1
     environment: Mapping[str, str] = field(default_factory=dict)  # versions of torch, megatron-core, ..., settings
     assumptions: tuple[str, ...] = ()  # stated values that kernels would have computed, and stand-ins used
+    notes: tuple[str, ...] = ()  # what a reader must know to trust the figures; shown beside every verdict
     failure: Failure | None = None  # ranks that finished before it are kept
 
     def worst(self, metric: Metric = "allocated", phase: str | None = None) -> RankMeasurement:
@@ -179,6 +182,8 @@ def selects(phase: str | None, figures: PhaseFigures) -> bool:
     """Whether the selector names these figures: None (all), a phase, a step name, or "step/phase"."""
     if phase is None:
         return True
+    if figures.phase == "test":  # no part of a step
+        return phase == "test"
     step, slash, name = phase.partition("/")
     if slash:
         return step == step_name(figures.step) and name == figures.phase
@@ -189,7 +194,8 @@ def check_phase(phase: str, source: str) -> None:
     """Raise `UserError` if the selector can name nothing."""
     steps = ("step-1", "step-2", "steady")
     step, slash, name = phase.partition("/")
-    if (slash and step in steps and name in PHASES) or (not slash and phase in (*PHASES, *steps)):
+    of_a_step = [p for p in PHASES if place(1, p) != p]
+    if (slash and step in steps and name in of_a_step) or (not slash and phase in (*PHASES, *steps)):
         return
     allowed = ", ".join((*PHASES, *steps))
     raise UserError(f"{source}: phase={phase!r} is not one of {allowed}, or a step and a phase as in 'step-2/backward'")

@@ -35,9 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
     item = sys.modules.get("pytest_mbmem.item")  # loaded wherever a whole test runs in a worker
     worker = item.WORKER if item is not None else None
     try:
-        config.stash[RUN] = Run(config, options.Options.read(config), worker)
+        run = Run(config, options.Options.read(config), worker)
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
+    config.stash[RUN] = run
+    if run.options.in_use:  # reports are asked for, or baselines may have lost all their tests
+        run.register_reporter()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
@@ -46,16 +49,34 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return run.header_lines() if run.options.in_use else []
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Decide for each test whether and how it is measured, before any of them is deselected."""
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Make a mistake in a marker an error of its module, as one in the test's code is."""
+    report = yield
+    run = collector.config.stash[RUN]
+    plans = [run.plan(node) for node in report.result or () if isinstance(node, pytest.Item)]
+    mistakes = [plan.mistake for plan in plans if plan is not None and plan.mistake is not None]
+    if mistakes:
+        report.outcome, report.longrepr, report.result = "failed", "\n".join(mistakes), []
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    session: pytest.Session, config: pytest.Config, items: list[pytest.Item]
+) -> Generator[None, object, object]:
+    """Note all tests before some are deselected, and plan those that are left, with the markers they got here."""
     run = config.stash[RUN]
+    run.collected.add(item.nodeid for item in items)
+    result = yield
     for item in items:
         plan = run.plan(item)
         if plan is not None:
             item.stash[PLAN] = plan
             run.register_hooks()
-    run.collected.add(item.nodeid for item in items)
+    return result
 
 
 def pytest_deselected(items: list[pytest.Item]) -> None:

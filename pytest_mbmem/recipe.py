@@ -413,6 +413,9 @@ class Recipe(Part):
         check_multiple("model.num_layers", model.num_layers, stages)
         check_multiple("model.num_attention_heads", model.num_attention_heads, tp)
         check_multiple("model.ffn_hidden_size", model.ffn_size, tp)
+        if self.training.attention_backend == "flash" and (model.head_dim % 8 or model.head_dim > 256):
+            problem = f"{model.head_dim} channels a head; flash attention takes multiples of 8 up to 256"
+            raise BadKey("model.kv_channels", problem)
         if model.mla is None:
             groups = model.query_groups
             if groups % split.tp and split.tp % groups:

@@ -117,12 +117,11 @@ class Run:
         if not self._hooks_registered:
             self._hooks_registered = True
             self.config.pluginmanager.register(MeasuringTests(self), "mbmem-measuring-tests")
-            if self.worker is None and not hasattr(self.config, "workerinput"):  # those only pass reports on
-                self.register_reporter()
+            self.register_reporter()
 
     def register_reporter(self) -> None:
-        """Have the hooks of `Reporter` called from now on."""
-        if self.reporter is None:
+        """Have the hooks of `Reporter` called from now on, except in workers, which only pass reports on."""
+        if self.reporter is None and self.worker is None and not hasattr(self.config, "workerinput"):
             from .report.reporter import Reporter
 
             self.reporter = Reporter(self)
@@ -183,8 +182,9 @@ class Run:
         may_fail: bool,
     ) -> Measurement:
         """Measure a recipe for a test and keep the result for its gates and for the reports."""
+        __tracebackhide__ = True
         key = self._new_key(item, name)
-        measurement = self.launcher.measure(self.recipe(item, recipe), ranks=ranks)
+        measurement = self.launcher.measure(self.recipe(item, recipe, "mbmem.measure"), ranks=ranks)
         self.keep(item, key, name, measurement)
         failure = measurement.failure
         if failure is not None and not may_fail:
@@ -217,8 +217,8 @@ class Run:
         return key
 
     @staticmethod
-    def recipe(item: pytest.Item, recipe: Recipe | Mapping[str, Any] | str | Path) -> Recipe:
-        """A YAML file's path is relative to the test's own file."""
+    def recipe(item: pytest.Item, recipe: Recipe | Mapping[str, Any] | str | Path, function: str) -> Recipe:
+        """The recipe that was handed to `function`; a YAML file's path is relative to the test's own file."""
         from collections.abc import Mapping
 
         from .recipe import Recipe
@@ -230,7 +230,7 @@ class Run:
         if isinstance(recipe, Mapping):
             return Recipe.from_dict(recipe, f"{item.nodeid}: recipe")
         raise UserError(
-            f"{item.nodeid}: mbmem.measure({recipe!r}): allowed are a Recipe, the path of a YAML file, or a mapping of "
+            f"{item.nodeid}: {function}({recipe!r}): allowed are a Recipe, the path of a YAML file, or a mapping of "
             "what such a file holds"
         )
 
@@ -342,13 +342,14 @@ class MeasuringTests:
         except (Exception, pytest.fail.Exception):
             with contextlib.suppress(UserError):  # the test's own failure is the one to report
                 self._judge(item, plan, watch)
-            item.stash[RECORD].records.clear()
+            item.stash[RECORD].records.clear()  # a failing test updates nothing
             raise
         try:
             texts = self._judge(item, plan, watch)
         except UserError as error:
             texts = [str(error)]
         if texts:
+            item.stash[RECORD].records.clear()
             pytest.fail("\n\n".join(texts), pytrace=False)
         return result
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import yaml  # noqa: F401 (loaded once: pytester forgets what it imports, PyYAML's C half does not)
 
+from pytest_mbmem.measure import launch
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.recipe import Model, Parallelism, Recipe, Training
 from pytest_mbmem.virtual_gpu.gpus import load_gpus
@@ -26,3 +29,44 @@ def small_recipe() -> Recipe:
     """Two layers of 64 channels on one rank."""
     model = Model(num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=1000)
     return Recipe(model=model, parallelism=Parallelism(), training=Training(seq_length=128, steps=2))
+
+
+RECIPE_YAML = """\
+model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4, vocab_size: 1000}
+training: {seq_length: 64}
+"""
+
+PROJECT_INI = """\
+[pytest]
+addopts = --strict-markers --strict-config -p no:cacheprovider -p no:randomly
+filterwarnings = error
+"""
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A project in which measuring is made up (see fake_launcher.py): recipe.yaml peaks at 64 MiB."""
+    _begin(pytester, monkeypatch)
+    pytester.makeconftest(Path(__file__).with_name("fake_launcher.py").read_text())
+    return pytester
+
+
+@pytest.fixture
+def real_project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> pytest.Pytester:
+    """A project whose tests run on the virtual GPU, in forks of this session's own server."""
+    _begin(pytester, monkeypatch)
+
+    def shared(gpu: object, *, timeout: float) -> Launcher:
+        monkeypatch.setattr(launcher, "timeout", timeout)
+        return launcher
+
+    monkeypatch.setattr(launch, "Launcher", shared)
+    monkeypatch.setattr(launcher, "close", lambda: None)  # at the end of a session in there
+    return pytester
+
+
+def _begin(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    pytester._name = "test_it"  # of the file that makepyfile() makes
+    pytester.path.joinpath("tox.ini").write_text(PROJECT_INI)
+    pytester.path.joinpath("recipe.yaml").write_text(RECIPE_YAML)

@@ -56,7 +56,7 @@ def message_of(*args: Any, **changes: Any) -> str:
 def models(draw: st.DrawFn, tp: int = 1, layers: int | None = None, experts: bool = False) -> Model:
     groups = draw(st.sampled_from([1, 2, 4]))
     heads = groups * tp * draw(st.integers(1, 4))
-    head_dim = draw(st.sampled_from([16, 64, 128])) * tp
+    head_dim = draw(st.sampled_from([16, 24, 32])) * tp  # at most 256 when doubled: flash attention's limit
     num_layers = layers or draw(st.integers(1, 12))
     mla, moe = None, None
     if draw(st.booleans()):
@@ -621,6 +621,10 @@ LEARNED: dict[str, Any] = {"position_embedding_type": "learned_absolute", "max_p
         (
             {"num_attention_heads": 7},
             "model.hidden_size: 512 (kv_channels unset) is not a multiple of model.num_attention_heads (7)",
+        ),
+        (
+            {"kv_channels": 36, "attention_backend": "flash"},
+            "model.kv_channels: 36 channels a head; flash attention takes multiples of 8 up to 256",
         ),
         ({"kv_channels": 63}, "model.kv_channels: RoPE needs an even number of rotated channels, not 63"),
         ({"rotary_percent": 0.001}, "model.kv_channels: RoPE needs an even number of rotated channels, not 0"),

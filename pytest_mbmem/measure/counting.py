@@ -1,4 +1,8 @@
-"""What a step computes and sends: FLOPs and collective bytes, counted by watching every operator.
+"""What a step computes and communicates: FLOPs and collective bytes, counted by watching every operator.
+
+Collective bytes follow the convention of nccl-tests for the size of a call: the larger of what goes in and what comes
+out on this rank (an all-gather counts its output, a reduce-scatter its input, an all-reduce its tensor, a send its
+tensor). A receive is the peer's send and does not count.
 
 A dispatch mode changes how autograd accumulates gradients, so it never runs where memory is measured.
 """
@@ -29,7 +33,7 @@ _GROUPS = {
 
 
 class _CollectiveBytes(TorchDispatchMode):
-    """Sums the bytes of the tensors that this rank hands to each process group (receives are the peer's sends)."""
+    """Sums the sizes of this rank's calls by process group."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,15 +53,18 @@ class _CollectiveBytes(TorchDispatchMode):
         group = next((dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject)), None)
         if group is None or group.size() == 1:
             return
-        parameters = [p.name for p in func._schema.arguments]
-        # in-place collectives have `tensors`, the others name what goes in
-        sent = next(
-            args[parameters.index(n)]
-            for n in ("input_tensors", "inputs", "input", "tensors", "input_tensor")
-            if n in parameters
-        )
-        tensors = [sent] if isinstance(sent, torch.Tensor) else _flatten(sent)
-        self.bytes[self.names.get(group.group_name, "other")] += sum(t.numel() * t.element_size() for t in tensors)
+        given = dict(zip((p.name for p in func._schema.arguments), args, strict=False))
+        sides = [sum(_bytes(given[name]) for name in names if name in given) for names in (_INPUTS, _OUTPUTS)]
+        self.bytes[self.names.get(group.group_name, "other")] += max(sides)
+
+
+# The c10d operators' names for their tensors (torch 2.11 to 2.14); in-place ones have `tensors` alone.
+_INPUTS = ("input_tensors", "input_tensor", "inputs", "input", "tensors")
+_OUTPUTS = ("output_tensors", "output_tensor", "outputs", "output")
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in _flatten([tensors]))
 
 
 def _flatten(nested: Any) -> Iterator[torch.Tensor]:

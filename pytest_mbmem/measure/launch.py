@@ -30,8 +30,11 @@ from .ranks import Rank, Ranks
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """torch 2.9 ignored the new name for some settings and later ones warn about the old: both are always set."""
 
-_NOT_INHERITED = (*_ALLOCATOR_VARIABLES, "CUBLAS_WORKSPACE_CONFIG", "CUDA_VISIBLE_DEVICES", "TORCHDYNAMO_DISABLE")
-"""Change what is allocated: a recipe states them, the caller's shell does not."""
+_NOT_INHERITED = ("PYTORCH_", "TORCH", "CUBLAS", "CUDNN_", "CUDA_", "NVIDIA_", "NVTE_", "NCCL_")
+"""Prefixes of variables that can change what is allocated: a recipe states them, the caller's shell does not."""
+
+_INHERITED = ("CUDA_HOME", "CUDA_PATH", "TORCH_HOME")
+"""Folders, in spite of their prefix."""
 
 _START_SERVER = "import sys; sys.path[:] = sys.argv[2:]; from pytest_mbmem.measure.server import main; main()"
 """With this process's module path, so that workers import what it would."""
@@ -56,14 +59,15 @@ class Launcher:
         gpu: what the device pretends to be.
         count: number of devices a worker sees.
         timeout: seconds that one worker may take.
-        jobs: workers that run at a time; None for one a CPU core.
+        jobs: workers that run at a time; None for one a CPU core, shared with the other workers of pytest-xdist.
 
     Raises `UserError` from the first call where this machine cannot run a virtual GPU.
     """
 
     def __init__(self, gpu: Gpu, *, count: int = 1, timeout: float = 600.0, jobs: int | None = None) -> None:
         self.gpu, self.count, self.timeout = gpu, count, timeout
-        self.jobs = jobs or len(os.sched_getaffinity(0))
+        shared_by = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+        self.jobs = jobs or max(1, len(os.sched_getaffinity(0)) // shared_by)
         self._server: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._log: Any = None
@@ -76,7 +80,11 @@ class Launcher:
 
     def command_environment(self) -> dict[str, str]:
         """The environment of a process that sees the virtual GPU."""
-        environment = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name in _INHERITED or not name.startswith(_NOT_INHERITED)
+        }
         preload = [ensure_driver().preload, os.environ.get("LD_PRELOAD", "")]
         return {
             **environment,
@@ -116,13 +124,8 @@ class Launcher:
         timeout: float | None = None,
         cwd: Path | None = None,
     ) -> CallResult:
-        """Call "module:function" with plain data as arguments in a worker of its own.
-
-        Without an `environment` the worker gets the caller's allocator settings.
-        """
-        if environment is None:
-            environment = {k: os.environ[k] for k in _ALLOCATOR_VARIABLES if k in os.environ}
-        return self._call_all([(target, arguments)], environment, timeout or self.timeout, cwd)[0]
+        """Call "module:function" with plain data as arguments in a worker of its own."""
+        return self._call_all([(target, arguments)], environment or {}, timeout or self.timeout, cwd)[0]
 
     def close(self) -> None:
         """End the server and whatever still runs under it."""

@@ -35,8 +35,9 @@ def chosen(recipe: Recipe, ranks: Ranks) -> list[Rank]:
 
     "distinct" takes one rank of each pipeline stage, the one with tensor, context and data coordinate 0. The others of
     its stage hold the same: tensor shards are equal (the vocabulary is padded for that) and coordinate 0 alone loads
-    the whole batch. With a distributed optimizer the last data coordinate is taken as well: shards of the optimizer
-    state are cut at equal element counts, but round differently, and the last one holds the padding.
+    the whole batch. With a distributed optimizer the last data coordinate is taken as well, whose shard holds the
+    padding. The shards between have as many elements as the first, but cut the parameters elsewhere, and each piece is
+    rounded up by the allocator: a rank stands for others that may differ by some MiB (up to 3 in the cases tried).
 
     Raises `UserError` for a rank outside the job, one named twice, or none.
     """

@@ -6,10 +6,13 @@ answers each once, in any order; several run at a time. When the connection clos
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
 import os
+import pickle
+import shutil
 import signal
 import sys
 import tempfile
@@ -23,22 +26,24 @@ from typing import Any, NoReturn
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
+_MOST_OUTPUT = 1_000_000  # bytes of a worker's output that are kept, from its end
+
+
 @dataclass
 class _Child:
     request: dict[str, Any]
     pid: int
-    pidfd: int
-    results: Connection
-    output: Path
+    pidfd: int  # readable when the process has ended
+    folder: Path  # "output" and, from a worker that came to its end, "result"
     deadline: float
 
 
-def _run(request: dict[str, Any], results: Connection, output: Path) -> NoReturn:
-    """In the child: call the target and send {"value": ...} or {"error": traceback}."""
+def _run(request: dict[str, Any], folder: Path) -> NoReturn:
+    """In the child: call the target and leave {"value": ...} or {"error": traceback} in the folder."""
     os.setsid()  # one group, so that the server can kill whatever the target starts
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with output.open("wb") as stream:
+    with (folder / "output").open("wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     try:
@@ -49,46 +54,45 @@ def _run(request: dict[str, Any], results: Connection, output: Path) -> NoReturn
         answer = {"value": getattr(importlib.import_module(module), name)(**request["arguments"])}
     except BaseException:  # whatever ends the target, also SystemExit, is its result
         answer = {"error": traceback.format_exc()}
-    sys.stdout.flush()
-    sys.stderr.flush()
-    results.send(answer)
+    part = folder / "part"
+    part.write_bytes(pickle.dumps(answer))
+    part.rename(folder / "result")
+    with contextlib.suppress(OSError, ValueError):  # the target may have closed them
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0)  # no exit handlers: the process is a copy of the server
 
 
 def _start(request: dict[str, Any]) -> _Child:
-    read, write = os.pipe()
-    handle, name = tempfile.mkstemp(prefix="mbmem-", suffix=".log")
-    os.close(handle)
+    folder = Path(tempfile.mkdtemp(prefix="mbmem-worker-"))
     pid = os.fork()
     if pid == 0:
-        os.close(read)
-        _run(request, Connection(write, readable=False), Path(name))
-    os.close(write)
-    deadline = time.monotonic() + request["timeout"]
-    return _Child(request, pid, os.pidfd_open(pid), Connection(read, writable=False), Path(name), deadline)
+        _run(request, folder)
+    return _Child(request, pid, os.pidfd_open(pid), folder, time.monotonic() + request["timeout"])
 
 
 def _finish(child: _Child) -> dict[str, Any]:
     """The answer to the child's request; its whole process group is gone afterwards."""
-    answer: dict[str, Any] = {"value": None, "failure": None, "message": ""}
-    try:
-        received = child.results.recv() if child.results.poll() else None
-    except EOFError:
-        received = None
-    if received is None and time.monotonic() >= child.deadline:
-        answer.update(failure="timeout", message=f"no result within {child.request['timeout']:g} s")
+    answer: dict[str, Any] = {"value": None, "failure": None, "message": "", "output": ""}
+    in_time = bool(wait([child.pidfd], 0))
     _kill_group(child.pid)
     status = os.waitpid(child.pid, 0)[1]
-    if received is not None and "value" in received:
-        answer["value"] = received["value"]
-    elif received is not None:
-        answer.update(failure="error", message=received["error"])
-    elif answer["failure"] is None:
-        answer.update(failure="died", message=_how_it_died(status))
-    child.results.close()
     os.close(child.pidfd)
-    answer["output"] = child.output.read_text(errors="replace")
-    child.output.unlink()
+    result = child.folder / "result"
+    if result.exists():
+        received = pickle.loads(result.read_bytes())
+        if "value" in received:
+            answer["value"] = received["value"]
+        else:
+            answer.update(failure="error", message=received["error"])
+    elif in_time:
+        answer.update(failure="died", message=_how_it_died(status))
+    else:
+        answer.update(failure="timeout", message=f"no result within {child.request['timeout']:g} s")
+    with contextlib.suppress(FileNotFoundError), (child.folder / "output").open("rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - _MOST_OUTPUT))
+        answer["output"] = stream.read().decode(errors="replace")
+    shutil.rmtree(child.folder, ignore_errors=True)
     return answer
 
 
@@ -114,12 +118,12 @@ def serve(connection: Connection) -> None:
         while True:
             soonest = min((c.deadline for c in children.values()), default=None)
             timeout = None if soonest is None else max(0.0, soonest - time.monotonic())
-            ready = wait([connection, *(c.results for c in children.values()), *children], timeout)
+            ready = wait([connection, *children], timeout)
             if connection in ready:
                 child = _start(connection.recv())
                 children[child.pidfd] = child
             for pidfd, child in list(children.items()):
-                if pidfd in ready or child.results in ready or time.monotonic() >= child.deadline:
+                if pidfd in ready or time.monotonic() >= child.deadline:
                     del children[pidfd]
                     connection.send({"id": child.request["id"], **_finish(child)})
     except (EOFError, BrokenPipeError, ConnectionResetError):

@@ -53,8 +53,8 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
         apply_rope_fusion=False,  # the fused kernel is Transformer Engine's
         gradient_accumulation_fusion=False,  # the fused kernel is Apex's
         persist_layer_norm=False,  # likewise
-        batch_p2p_comm=not (parallelism.vpp and parallelism.pp > 2),  # as Megatron-LM: overlapped when interleaved
-        overlap_p2p_comm=bool(parallelism.vpp and parallelism.pp > 2),
+        overlap_p2p_comm=parallelism.vpp is not None,  # as in Megatron-LM: overlapped when interleaved
+        batch_p2p_comm=parallelism.vpp is None,
         deallocate_pipeline_outputs=True,
     )
 

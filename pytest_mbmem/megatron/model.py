@@ -52,11 +52,13 @@ class LiveModel:
     def step(self, on_phase: OnPhase = _ignore_phase) -> None:
         """One training step over the recipe's microbatches through Megatron's own schedule.
 
-        Phases reported: forward and backward of each microbatch, grad-sync, optimizer. Each lasts until the next
-        begins, so that what the schedule receives in between belongs to the phase before.
+        Phases reported: forward (the step's beginning included) and backward of each microbatch, grad-sync,
+        optimizer. Each lasts until the next begins, so that what the schedule receives in between belongs to the phase
+        before.
         """
         training = self.recipe.training
         self.steps_done += 1
+        on_phase(self.steps_done, "forward")
         with self._reporting(partial(on_phase, self.steps_done)):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -124,6 +126,8 @@ def live_model(recipe: Recipe, rank: int = 0, *, virtual: bool = True) -> LiveMo
     config = configs.transformer_config(recipe)
     chunks = _build_chunks(recipe, config)
     optimizer = get_megatron_optimizer(configs.optimizer_config(recipe), chunks, use_gloo_process_groups=False)
+    if virtual:
+        stand_ins.fuse(optimizer)
     config.grad_scale_func = optimizer.scale_loss
     _overlap(recipe, config, chunks)
     return LiveModel(recipe, config, chunks, optimizer)

@@ -14,10 +14,10 @@ Each allocates what the original allocates and leaves the arithmetic out, which 
 
 from __future__ import annotations
 
-import functools
 import sys
 import types
 from collections.abc import Sequence
+from typing import Any
 
 import megatron.core.optimizer.clip_grads as clip_grads
 import torch
@@ -60,9 +60,14 @@ def install() -> None:
     for name in _SOFTMAX_EXTENSIONS:
         sys.modules[name] = _softmax_extension(name)
     clip_grads.multi_tensor_applier = _multi_tensor_l2_norm
-    for optimizer in (torch.optim.AdamW, torch.optim.SGD):
-        optimizer.__init__ = functools.partialmethod(optimizer.__init__, fused=True)  # type: ignore
     fused_bias_gelu.bias_gelu = lambda bias, y: torch.empty_like(y)
     fused_bias_gelu.bias_gelu_back = lambda grad, bias, y: torch.empty_like(y)
     fused_bias_swiglu.swiglu = fused_bias_swiglu.bias_swiglu = _half_width
     fused_bias_swiglu.swiglu_back = fused_bias_swiglu.bias_swiglu_back = lambda grad, y, *_: torch.empty_like(y)
+
+
+def fuse(optimizer: Any) -> None:
+    """Have torch's optimizers inside of Megatron's take the path of one fused kernel, before their first step."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        for group in part.optimizer.param_groups if part.optimizer is not None else []:
+            group.update(fused=True, foreach=False)

@@ -44,10 +44,14 @@ class Reporter:
         if report.when == "call":
             result.measured = [Measured.from_json(m, report.nodeid) for m in data.get("measurements", [])]
             self._records[report.nodeid] = [Record.from_json(r) for r in data.get("records", [])]
+        if report.failed:  # in its teardown, where the call was well
+            self._records.pop(report.nodeid, None)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Update baselines and write reports; what goes wrong there fails the session."""
+        if session.config.option.collectonly:
+            return
         for step in (self._update, self._find_orphans, self._write_reports):
             try:
                 step()
@@ -86,7 +90,8 @@ class Reporter:
         config = self._run.config
         paths = [config.invocation_params.dir / argument for argument in config.args]
         everything = config.args_source is config.ArgsSource.TESTPATHS or config.rootpath in paths
-        return everything and self._run.collected.complete
+        # --lf drops tests without telling pytest_deselected.
+        return everything and self._run.collected.complete and not config.getoption("lf", False)
 
     def _write_reports(self) -> None:
         options = self._run.options

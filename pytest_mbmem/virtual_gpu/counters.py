@@ -18,6 +18,7 @@ class Counters:
     failed_allocations: int  # those that ended in out of memory
     bytes_used: int  # without the context
     bytes_peak: int
+    zero_reads: int  # copies to the host that brought zeros alone: most likely what a kernel would have computed
 
 
 class _Counters(ctypes.Structure):  # vgpu_counters in driver/virtual_gpu.h

@@ -6,6 +6,8 @@ import ctypes
 
 from ..errors import UserError
 
+_installed = False
+
 
 def zero_new_tensors() -> None:
     """From now on in this process the first 512 bytes of each new CUDA tensor read as zeros until the host writes.
@@ -15,6 +17,9 @@ def zero_new_tensors() -> None:
     smallest block of PyTorch's allocator, so no other tensor is touched. Costs about 4 microseconds an allocation and
     changes no memory figure. Raises `UserError` outside of the virtual GPU.
     """
+    global _installed
+    if _installed:
+        return
     import torch
     from torch.cuda import _gpu_trace
 
@@ -25,3 +30,4 @@ def zero_new_tensors() -> None:
     forget.argtypes, forget.restype = [ctypes.c_uint64], None
     torch._C._activate_gpu_trace()  # PyTorch's hook for sanitizers; each allocation calls back
     _gpu_trace.register_callback_for_memory_allocation(forget)
+    _installed = True

@@ -175,10 +175,25 @@ torch.cuda.empty_cache()
 z = torch.empty(100, dtype=torch.uint8, device="cuda").fill_(1)
 result.append(astuple(read_counters()))
 """)
-    launches, allocations, frees, failed, used, peak = counters
+    launches, allocations, frees, failed, used, peak, zero_reads = counters
     assert (launches, allocations, frees, failed, used, peak) == (0, 2, 0, 0, 32 * MIB, 32 * MIB)
+    assert zero_reads == 0
     assert nvml_used == (32 + 512) * MIB
-    assert after == [1, 3, 2, 0, 2 * MIB, 32 * MIB]
+    assert after == [1, 3, 2, 0, 2 * MIB, 32 * MIB, 0]
+
+
+def test_reads_of_what_kernels_would_have_computed_are_counted(on_gpu) -> None:
+    assert on_gpu("""
+from pytest_mbmem.virtual_gpu.counters import read_counters
+mine = torch.arange(1, 100).cuda()
+mine.cpu()
+result = [read_counters().zero_reads]
+computed = torch.randn(1000, device="cuda")
+computed.sum().item()
+result.append(read_counters().zero_reads)
+computed[computed > 0]
+result.append(read_counters().zero_reads)
+""") == [0, 1, 2]
 
 
 POINTERS = """

@@ -562,6 +562,13 @@ static int any_written(uint64_t address, uint64_t bytes) {
     return 0;
 }
 
+/* Judged by the first bytes of a large copy. */
+static int all_zero(const unsigned char *bytes, uint64_t count) {
+    for (uint64_t i = 0; i < count && i < 4096; i++)
+        if (bytes[i]) return 0;
+    return 1;
+}
+
 static int copy_locked(uint64_t to, uint64_t from, uint64_t bytes, uint64_t transfer) {
     int to_device = on_device(to), from_device = on_device(from);
     if ((to_device && !is_live(to, bytes)) || (from_device && !is_live(from, bytes))) return VGPU_INVALID_VALUE;
@@ -569,6 +576,8 @@ static int copy_locked(uint64_t to, uint64_t from, uint64_t bytes, uint64_t tran
         memmove((void *)to, (const void *)from, bytes);
     } else if (!to_device) {
         device_to_host(to, from, bytes);
+        int device = vgpu_current_device();
+        if (all_zero((const unsigned char *)to, bytes)) devices[device < 0 ? 0 : device].counters.zero_reads++;
     } else if (transfer > VGPU_CARRIED_BYTES || !window_of(to)->written ||
                (from_device && !any_written(from, bytes))) {
         zero_device(to, bytes);

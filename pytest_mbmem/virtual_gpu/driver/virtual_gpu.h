@@ -118,6 +118,7 @@ typedef struct { /* counters.py reads this structure: keep both in step */
     uint64_t kernel_launches;
     uint64_t allocations, frees, failed_allocations; /* of device memory: cudaMalloc, cuMemCreate, growth of a pool */
     uint64_t bytes_used, bytes_peak;                 /* without the context */
+    uint64_t zero_reads; /* copies to the host that brought zeros alone: most likely what a kernel would have computed */
 } vgpu_counters;
 int vgpu_read_counters(int device, vgpu_counters *counters);
 

@@ -1,0 +1,72 @@
+"""`megatron_model` gives a test a live model, and its mistakes are said plainly."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def test_a_test_trains_a_live_model(real_project: pytest.Pytester) -> None:
+    real_project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.peak_memory(limit="1 GiB")
+        def test_x(megatron_model):
+            import torch
+            model = megatron_model("recipe.yaml")
+            assert len(model.chunks) == 1
+            model.step()
+            assert torch.cuda.memory_allocated() > 0
+
+        def test_unmarked_one_after_the_other(megatron_model):
+            first = megatron_model("recipe.yaml")
+            first.close()
+            second = megatron_model("recipe.yaml", rank=0)
+            second.step()
+        """
+    )
+    result = real_project.runpytest()
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["*::test_x * <= 1.00 GiB * MiB * 0 * test * pass"])
+
+
+def test_mistakes_are_said_in_one_message(real_project: pytest.Pytester) -> None:
+    real_project.makepyfile(
+        """
+        def test_two(megatron_model):
+            megatron_model("recipe.yaml")
+            megatron_model("recipe.yaml")
+
+        def test_rank(megatron_model):
+            megatron_model("recipe.yaml", rank=1)
+
+        def test_key(megatron_model):
+            megatron_model({"modell": {}})
+
+        def test_file(megatron_model):
+            megatron_model("nowhere.yaml")
+
+        def test_form(megatron_model):
+            megatron_model(42)
+
+        def test_too_late(megatron_model):
+            import torch
+            torch.empty(1, device="cuda")
+            shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+            megatron_model({"model": shape, "memory": {"alloc_conf": "expandable_segments:True"}})
+        """
+    )
+    result = real_project.runpytest()
+    result.assert_outcomes(failed=6)
+    result.stdout.fnmatch_lines(
+        [
+            "megatron_model: one model at a time; *",
+            "*_ test_rank _*",
+            "*rank*1*",
+            "*test_key: recipe: *modell*",
+            "*nowhere.yaml: *",
+            "*megatron_model(42): allowed are *",
+            "megatron_model: the recipe sets PYTORCH_CUDA_ALLOC_CONF*build the model first",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*fixtures.py:*")
