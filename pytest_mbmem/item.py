@@ -6,6 +6,7 @@ are logged as if the test had run here.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
 import pickle
@@ -19,11 +20,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from .errors import UserError
-from .measurement import Device, Measurement, RankMeasurement
-from .virtual_gpu.fresh_memory import zero_new_tensors
+from .measurement import Device, Failure, FailureKind, Measurement, RankMeasurement
 
 if TYPE_CHECKING:
-    from .measure.history import PhaseRecorder
     from .megatron.model import LiveModel
     from .recipe import Recipe
     from .session import Run
@@ -50,8 +49,14 @@ _NOT_INHERITED: dict[str, Any] = {
     "xmlpath": None,
     "mbmem_json": None,
     "mbmem_html": None,
-    "verbose": 0,
+    "log_file": None,
+    "debug": None,
+    "report_log": None,
+    "htmlpath": None,
+    "no_cov": True,
 }
+
+_ASSUMPTIONS = ("kernels do nothing: a value that one would have computed reads as what was there before, mostly zero",)
 
 
 class Worker:
@@ -61,6 +66,8 @@ class Worker:
         self.device = device
         self.reports: list[Any] = []
         self.assumptions: tuple[str, ...] = ()
+        self.built: list[tuple[Recipe, int]] = []
+        self.warnings: list[dict[str, Any]] = []
         self.interruption: str | None = None
         self.errors: list[str] = []
 
@@ -85,7 +92,8 @@ class Worker:
                 "has used CUDA before; build the model first"
             )
         os.environ.update(unset)
-        self.assumptions = stand_ins.ASSUMPTIONS
+        self.assumptions = stand_ins.ASSUMPTIONS if self.device.virtual else ()
+        self.built.append((recipe, rank))
         # Megatron warns of its own defaults, which a test may have made errors of. Until the test ends.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         return live_model(recipe, rank, virtual=self.device.virtual)
@@ -99,39 +107,73 @@ class Worker:
         if report.failed:
             self.errors.append(report.longreprtext)
 
+    def pytest_warning_recorded(
+        self, warning_message: warnings.WarningMessage, when: str, nodeid: str, location: tuple[str, int, str] | None
+    ) -> None:
+        """Keep a warning, as plain data: its class may be of a module that the other side should not import."""
+        category = warning_message.category
+        builtin = category.__module__ == "builtins"
+        self.warnings.append(
+            {
+                "category": category.__name__ if builtin else "UserWarning",
+                "text": str(warning_message.message) if builtin else f"{category.__name__}: {warning_message.message}",
+                "filename": warning_message.filename,
+                "lineno": warning_message.lineno,
+                "when": when,
+                "location": location,
+            }
+        )
+
     def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
         """Keep what pytest.exit(), Ctrl-C or a debugger that was quit say."""
         self.interruption = str(excinfo.value) or excinfo.typename
 
 
 class Watch:
-    """Peaks from its making to `measurement`, as the phase "test" of one rank."""
+    """What the test's body allocates, from the making of this to `measurement`."""
 
     def __init__(self, worker: Worker) -> None:
-        from .measure.history import PhaseRecorder
+        from .measure.history import TestWatch
 
         self._worker = worker
-        self._recorder: PhaseRecorder | None = None
-        # Where CUDA has not started yet it stays so: the test may still set what it reads at its start.
-        if _cuda_is_initialized():
-            self._recorder = PhaseRecorder()
-            self._recorder.begin(0, "test")
+        self._watch = TestWatch()
+        self._zero_reads = self._count_zero_reads()
 
-    def measurement(self) -> Measurement:
-        """What was measured since."""
-        import torch
+    def _count_zero_reads(self) -> int:
+        from .virtual_gpu.counters import read_counters
 
-        from .measure.history import PhaseRecorder
+        return read_counters().zero_reads if self._worker.device.virtual else 0
+
+    def measurement(self, error: BaseException | None = None) -> Measurement:
+        """What was measured; `error` is what ended the body early."""
         from .measure.launch import versions
+        from .measure.ranks import at
 
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        if self._recorder is None:
-            self._recorder = PhaseRecorder()
-            self._recorder.current = (0, "test")  # nothing was allocated before CUDA started
-        self._recorder.end()
-        rank = RankMeasurement(rank=0, coordinates={}, stands_for=1, **self._recorder.results())
+        fields: dict[str, Any] = {"assumptions": _ASSUMPTIONS if self._worker.device.virtual else ()}
+        place: dict[str, Any] = {"rank": 0, "coordinates": {}}
+        if len(self._worker.built) == 1:
+            recipe, rank = self._worker.built[0]
+            place = {"rank": rank, "coordinates": at(recipe.parallelism, rank).coordinates}
+            fields = {
+                "recipe": recipe.to_dict(),
+                "recipe_digest": recipe.digest,
+                "world_size": recipe.world_size,
+                "assumptions": self._worker.assumptions,
+            }
+        reads = self._count_zero_reads() - self._zero_reads
+        if reads and not self._worker.built:  # those of Megatron's own step are among its assumptions
+            fields["notes"] = (
+                f"the test read zeros from the device {reads} times: values that kernels would have computed are not "
+                "there, so a size that depends on one is too small",
+            )
+        if error is not None:
+            kind: FailureKind = "out of memory" if type(error).__name__ == "OutOfMemoryError" else "error"
+            fields["failure"] = Failure(kind, place["rank"], str(error) or type(error).__name__, phase="test")
         return Measurement(
-            device=self._worker.device, ranks=(rank,), environment=versions(), assumptions=self._worker.assumptions
+            device=self._worker.device,
+            ranks=(RankMeasurement(stands_for=1, **place, **self._watch.results()),),
+            environment=versions(),
+            **fields,
         )
 
 
@@ -145,12 +187,10 @@ def run(test: str, options: dict[str, Any], device: dict[str, Any]) -> dict[str,
     """In the worker: run the test.
 
     Returns {"reports": serialised reports, "interruption": what ended the session, or None,
-    "errors": why the test could not be run}.
+    "errors": why the test could not be run, "warnings": what it warned of}.
     """
     global WORKER
     WORKER = Worker(Device(**device))
-    if WORKER.device.virtual:
-        zero_new_tensors()
     config = pytest.Config.fromdictargs(options, [test])
     config.pluginmanager.register(WORKER, "mbmem-worker")
     try:
@@ -160,7 +200,12 @@ def run(test: str, options: dict[str, Any], device: dict[str, Any]) -> dict[str,
             WORKER.errors = WORKER.errors or [str(error)]
         serialise = config.hook.pytest_report_to_serializable
         reports = [serialise(config=config, report=report) for report in WORKER.reports]
-        return {"reports": reports, "interruption": WORKER.interruption, "errors": WORKER.errors}
+        return {
+            "reports": reports,
+            "interruption": WORKER.interruption,
+            "errors": WORKER.errors,
+            "warnings": WORKER.warnings,
+        }
     finally:
         config._ensure_unconfigure()
 
@@ -201,6 +246,8 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
         value, output, message = result.value, result.output, result.message
         if config.option.capture == "no":
             print(output, end="", flush=True)
+    for warning in value["warnings"] if value is not None else []:
+        _warn(item, **warning)
     received = value["reports"] if value is not None else []
     reports = [_received(config, item, data) for data in received]
     if value is not None and value["interruption"] is not None:
@@ -217,7 +264,7 @@ def _inherited_options(config: pytest.Config) -> dict[str, Any]:
     options = {k: v for k, v in vars(config.option).items() if _is_plain(v) and k != "file_or_dir"} | _NOT_INHERITED
     base = Path(tempfile.mkdtemp(prefix="worker-", dir=config._tmp_path_factory.getbasetemp()))  # type: ignore[attr-defined]
     options["basetemp"] = str(base / "tmp")
-    options["override_ini"] = [*(options.get("override_ini") or []), f"cache_dir={base / 'cache'}"]
+    options["override_ini"] = [*(options.get("override_ini") or []), f"cache_dir={base / 'cache'}", "log_file="]
     options["rootdir"] = str(config.rootpath)
     if config.inipath is not None:
         options["inifilename"] = str(config.inipath)
@@ -262,6 +309,13 @@ def _received(config: pytest.Config, item: pytest.Item, data: dict[str, Any]) ->
     report: pytest.TestReport = config.hook.pytest_report_from_serializable(config=config, data=data)
     report.nodeid = item.nodeid  # xdist adds a group to it
     return report
+
+
+def _warn(item: pytest.Item, category: str, text: str, filename: str, lineno: int, when: Any, location: Any) -> None:
+    kind: type[Warning] = getattr(builtins, category)
+    message = warnings.WarningMessage(kind(text), kind, filename, lineno)
+    arguments = {"warning_message": message, "when": when, "nodeid": item.nodeid, "location": location}
+    item.ihook.pytest_warning_recorded.call_historic(kwargs=arguments)
 
 
 def _failed(item: pytest.Item, text: str) -> pytest.TestReport:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .baseline_file import Entry
     from .baselines import Baselines, Record
     from .gates import Judgement, PeakGate
-    from .item import Worker
+    from .item import Watch, Worker
     from .measure.launch import Launcher
     from .measurement import Device, Measurement
     from .options import Options
@@ -256,7 +256,7 @@ class Run:
                 if gate.limit is None and measured.measurement.failure is None and judgement.measured is not None:
                     new = _record(module, measured, judgement)
                     record.records.append(new)
-                    accepted = self._accepts(judgement, entry)
+                    accepted = self._accepts(judgement)
                 judged = Judged(judgement, accepted)
                 measured.judged.append(judged)
                 if not judged.passed:
@@ -274,10 +274,12 @@ class Run:
                 return None
             raise
 
-    def _accepts(self, judgement: Judgement, entry: Entry | None) -> bool:
-        """Whether --mbmem-update makes what was measured the baseline."""
+    def _accepts(self, judgement: Judgement) -> bool:
+        """Whether --mbmem-update makes what was measured the baseline. A regression needs a reason for that."""
         update, verdict = self.options.update, judgement.verdict
         if update is None or self._baseline_is_equal(judgement):
+            return False
+        if verdict == "regression" and self.options.reason is None:
             return False
         if update == "new":
             return verdict == "missing"
@@ -339,9 +341,9 @@ class MeasuringTests:
         watch = self.run.worker.watch() if self.run.worker is not None else None
         try:
             result = yield
-        except (Exception, pytest.fail.Exception):
+        except (Exception, pytest.fail.Exception) as error:
             with contextlib.suppress(UserError):  # the test's own failure is the one to report
-                self._judge(item, plan, watch)
+                self._judge(item, plan, watch, error)
             item.stash[RECORD].records.clear()  # a failing test updates nothing
             raise
         try:
@@ -353,11 +355,13 @@ class MeasuringTests:
             pytest.fail("\n\n".join(texts), pytrace=False)
         return result
 
-    def _judge(self, item: pytest.Item, plan: Plan, watch: Any) -> list[str]:
+    def _judge(
+        self, item: pytest.Item, plan: Plan, watch: Watch | None, error: BaseException | None = None
+    ) -> list[str]:
         if watch is not None:
             from .baselines import clean_nodeid
 
-            self.run.keep(item, clean_nodeid(item.nodeid)[1], None, watch.measurement())
+            self.run.keep(item, clean_nodeid(item.nodeid)[1], None, watch.measurement(error))
         return self.run.judge(item, plan)
 
     @pytest.hookimpl(wrapper=True)

@@ -98,13 +98,25 @@ def test_changed_is_the_default_and_records_a_regression_with_its_reason(
 
 
 @pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_rise_without_a_reason_is_refused_as_a_whole(
+def test_a_regression_without_a_reason_fails_and_leaves_other_updates_alone(
     recorded: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, workers: str
 ) -> None:
     recorded.makepyfile(GATED + "\n    @pytest.mark.peak_memory\n    def test_y(mbmem): mbmem.measure('recipe.yaml')\n")
-    before = file_of(recorded).read_text()
     monkeypatch.setenv("FAKE_EXTRA_MIB", "10")
     result = recorded.runpytest_subprocess("--mbmem-update=changed", "-n", workers)
+    result.assert_outcomes(passed=1, failed=1)
+    result.stdout.fnmatch_lines(["REGRESSION: *", "*--mbmem-reason*", "*test_y: new*"])
+    assert figure(recorded)["peak"] == 64 * MIB
+    recorded.runpytest("--mbmem-update=changed", "--mbmem-reason=because").assert_outcomes(passed=2)
+    assert figure(recorded)["peak"] == 74 * MIB
+
+
+def test_a_small_rise_without_a_reason_is_refused_as_a_whole(
+    recorded: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = file_of(recorded).read_text()
+    monkeypatch.setenv("FAKE_EXTRA_MIB", "1")
+    result = recorded.runpytest("--mbmem-update=all")
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["mbmem: error: *test_x*give --mbmem-reason * No baseline was changed"])
     assert file_of(recorded).read_text() == before

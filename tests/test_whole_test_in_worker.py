@@ -444,3 +444,101 @@ def test_a_test_can_end_the_session(real_project: pytest.Pytester, line: str, re
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.assert_outcomes()
     result.stdout.fnmatch_lines([f"*Interrupted: test_it.py::test_x, in its worker: {reason}*"])
+
+
+def test_figures_that_would_mislead_are_corrected_or_marked(real_project: pytest.Pytester) -> None:
+    real_project.makepyfile(
+        """
+        import pytest, warnings
+
+        @pytest.mark.peak_memory(limit="20 MiB")
+        def test_resets_the_peak():
+            import torch
+            block = torch.empty(30 * 2**20, dtype=torch.uint8, device="cuda")
+            del block
+            torch.cuda.reset_peak_memory_stats()
+            torch.empty(2**20, dtype=torch.uint8, device="cuda")
+
+        @pytest.mark.peak_memory(limit="20 MiB")
+        def test_reads_a_size():
+            import torch
+            x = torch.randn(1000, device="cuda")
+            x[x > 0]
+
+        @pytest.mark.peak_memory(limit="60 GiB")
+        def test_runs_out_in_the_end():
+            import torch
+            blocks = [torch.empty(30 * 2**30, dtype=torch.uint8, device="cuda") for _ in range(3)]
+
+        @pytest.mark.peak_memory(limit="60 GiB")
+        def test_raises_half_way():
+            import torch
+            block = torch.empty(2**20, dtype=torch.uint8, device="cuda")
+            raise ValueError("no")
+        """
+    )
+    result = real_project.runpytest("-W", "ignore")
+    result.assert_outcomes(passed=1, failed=3)
+    result.stdout.fnmatch_lines(
+        [
+            "REGRESSION: peak allocated is 10.00 MiB over the limit",
+            "E * torch.OutOfMemoryError: CUDA out of memory.*",
+            "*::test_runs_out_in_the_end * out of memory",
+            "*::test_raises_half_way * invalid",
+            "note: *::test_reads_a_size: the test read zeros from the device 1 times: *",
+        ]
+    )
+
+
+def test_warnings_of_the_worker_are_in_the_summary(real_project: pytest.Pytester) -> None:
+    real_project.makepyfile(
+        """
+        import pytest, warnings
+
+        @pytest.mark.peak_memory(limit="1 GiB")
+        def test_warns():
+            import torch
+            torch.empty(1, device="cuda")
+            warnings.warn("look here", DeprecationWarning)
+        """
+    )
+    result = real_project.runpytest("-W", "default")
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*DeprecationWarning: look here"])
+
+
+def test_another_recipe_in_megatron_model_is_stale_and_no_regression(real_project: pytest.Pytester) -> None:
+    test = """
+        import pytest
+
+        @pytest.mark.peak_memory
+        def test_model(megatron_model):
+            megatron_model({
+                "model": {"num_layers": 2, "hidden_size": %d, "num_attention_heads": 4, "vocab_size": 1000},
+                "training": {"seq_length": 64},
+            })
+        """
+    real_project.makepyfile(test % 64)
+    real_project.runpytest("--mbmem-update=new").assert_outcomes(passed=1)
+    real_project.makepyfile(test % 128)
+    result = real_project.runpytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["STALE: *", "*model.hidden_size: 64 -> 128*"])
+
+
+def test_the_shells_settings_do_not_reach_a_worker(
+    real_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTORCH_NO_CUDA_MEMORY_CACHING", "1")
+    real_project.makepyfile(
+        """
+        import os, pytest
+
+        @pytest.mark.peak_memory(limit="1 GiB")
+        def test_caches():
+            import torch
+            torch.empty(1, device="cuda")
+            assert torch.cuda.memory_reserved() == 2 * 2**20
+        """
+    )
+    real_project.runpytest_subprocess().assert_outcomes(passed=1)

@@ -18,7 +18,7 @@ def _figures(which: str) -> dict[Metric, int]:
 class PhaseRecorder:
     """Peaks and resting figures of each phase, from the peak statistics that it resets at every phase's begin.
 
-    It owns the allocator's peak statistics while it runs: nothing else may reset them.
+    It owns the allocator's peak statistics while it runs; whoever else resets them must call `fold` before.
     """
 
     def __init__(self) -> None:
@@ -45,6 +45,12 @@ class PhaseRecorder:
         self._figures[self.current] = peak, resting
         self.current = None
 
+    def fold(self) -> None:
+        """Keep the current phase's peaks so far, and go on with it."""
+        current = self.current
+        self.end()
+        self.current = current
+
     def results(self) -> dict[str, Any]:
         """Fields of a `RankMeasurement`."""
         return {
@@ -52,3 +58,46 @@ class PhaseRecorder:
             "retained_after_backward": tuple(self._retained.values()),
             "allocation_retries": int(torch.cuda.memory_stats_as_nested_dict()["num_alloc_retries"]),
         }
+
+
+_RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
+"""What torch.cuda and torch.accelerator reset peaks with (torch 2.11 to 2.14)."""
+
+
+def _is_initialized() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+class TestWatch:
+    """Peaks of this process from its making to `results`, as the phase "test"; a test may reset them meanwhile.
+
+    Where CUDA has not started yet it is left alone: the test may still set what CUDA reads at its start.
+    """
+
+    __test__ = False
+
+    def __init__(self) -> None:
+        self._recorder = PhaseRecorder()
+        if _is_initialized():
+            self._recorder.begin(0, "test")
+        else:
+            self._recorder.current = (0, "test")  # nothing was allocated before
+        self._originals = {name: getattr(torch._C, name) for name in _RESETS if hasattr(torch._C, name)}
+        for name, reset in self._originals.items():
+            setattr(torch._C, name, self._folding(reset))
+
+    def _folding(self, reset: Any) -> Any:
+        def fold_and_reset(*arguments: Any) -> Any:
+            if _is_initialized():
+                self._recorder.fold()
+            return reset(*arguments)
+
+        return fold_and_reset
+
+    def results(self) -> dict[str, Any]:
+        """Fields of a `RankMeasurement`."""
+        for name, reset in self._originals.items():
+            setattr(torch._C, name, reset)
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self._recorder.end()
+        return self._recorder.results()

@@ -23,7 +23,6 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
 from ..recipe import Recipe
-from ..virtual_gpu.fresh_memory import zero_new_tensors
 from . import configs, layers, solo, stand_ins
 
 OnPhase = Callable[[int, str], None]
@@ -120,7 +119,6 @@ def live_model(recipe: Recipe, rank: int = 0, *, virtual: bool = True) -> LiveMo
     """Build rank `rank` of the recipe's job on the current CUDA device, alone (see `solo`)."""
     if virtual:
         stand_ins.install()
-        zero_new_tensors()
     torch.use_deterministic_algorithms(recipe.training.deterministic)
     solo.initialize(recipe, rank)
     config = configs.transformer_config(recipe)

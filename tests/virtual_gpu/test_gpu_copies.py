@@ -149,23 +149,12 @@ result = [x.tolist(), y.tolist(), read_counters().kernel_launches - before]
 """) == [[0, 0, 0, 0], [0, 0, 0, 0], 2]
 
 
-STALE = """
-import ctypes
-from pytest_mbmem.virtual_gpu.fresh_memory import zero_new_tensors
-{call}
+def test_memory_that_pytorch_hands_out_again_holds_what_the_host_wrote_there(on_gpu):
+    assert on_gpu("""
 old = torch.full((1,), 7).cuda()
 address = old.data_ptr()
-kept = torch.full((1000,), 5).cuda()
 del old
 new = torch.empty(1, dtype=torch.long, device="cuda")
 new.fill_(3)  # a kernel: does nothing
-result = [new.data_ptr() == address, new.item(), int(kept.cpu().sum()), torch.full((1,), 7).cuda().item()]
-"""
-
-
-def test_memory_that_pytorch_hands_out_again_holds_what_the_host_wrote_there(on_gpu):
-    assert on_gpu(STALE.format(call="")) == [True, 7, 5000, 7]
-
-
-def test_new_tensors_can_be_made_to_read_as_zeros(on_gpu):
-    assert on_gpu(STALE.format(call="zero_new_tensors()")) == [True, 0, 5000, 7]
+result = [new.data_ptr() == address, new.item()]
+""") == [True, 7]

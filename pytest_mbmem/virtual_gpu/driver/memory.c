@@ -621,9 +621,3 @@ int vgpu_fill(void *to, uint32_t pattern, int pattern_bytes, uint64_t count) {
     unlock_all();
     return status;
 }
-
-void vgpu_forget(uint64_t address) {
-    lock_all();
-    if (on_device(address) && is_live(address, 512)) zero_device(address, 512);
-    unlock_all();
-}

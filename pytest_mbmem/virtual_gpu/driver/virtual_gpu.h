@@ -111,8 +111,6 @@ int vgpu_copy(void *to, const void *from, uint64_t bytes);
 int vgpu_copy_2d(void *to, uint64_t to_pitch, const void *from, uint64_t from_pitch, uint64_t width, uint64_t height);
 /* `pattern` of 1, 2 or 4 bytes, `count` times. */
 int vgpu_fill(void *to, uint32_t pattern, int pattern_bytes, uint64_t count);
-/* The 512 bytes at the start of a new tensor read as zeros from now on (called by fresh_memory.py). */
-void vgpu_forget(uint64_t address);
 
 typedef struct { /* counters.py reads this structure: keep both in step */
     uint64_t kernel_launches;
