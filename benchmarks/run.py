@@ -79,6 +79,9 @@ def main() -> None:
     cost = seconds(lambda: launcher.measure(LLAMA_70B))
     row("Llama 3 70B, TP4 PP4 VPP5 DP2, batch 32 x 4096, distinct ranks, 3 steps", f"{cost:.1f} s", "45 s on 2 cores")
     launcher.close()
+    demo = [sys.executable, str(Path(__file__).parents[1] / "examples" / "demo.py")]
+    cost = seconds(lambda: subprocess.run(demo, check=True, capture_output=True))
+    row("make demo, after installation", f"{cost:.0f} s", "90 s")
     print(f"\non {len(os.sched_getaffinity(0))} cores, Python {sys.version.split()[0]}")
 
 
