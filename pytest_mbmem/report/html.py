@@ -134,7 +134,7 @@ def _rank_table(measurement: Measurement) -> str:
         "largest allocation",
         "allocation retries",
         "FLOPs a step",
-        "sent a step, by group",
+        "collectives a step, by group",
     )
     rows = [
         (

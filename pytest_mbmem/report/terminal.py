@@ -233,7 +233,7 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
         yield f"phases of rank {worst.rank}:"
         yield from _phase_table(worst)
         yield ""
-        yield f"sent in a step by group: {sizes_of(worst.collective_bytes)}"
+        yield f"collectives in a step by group: {sizes_of(worst.collective_bytes)}"
         if worst.allocation_retries:
             yield f"cudaMalloc failed and the cache was emptied {worst.allocation_retries} times"
     for assumption in measurement.assumptions:

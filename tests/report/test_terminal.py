@@ -212,7 +212,7 @@ def test_a_measurement_is_shown_by_rank_and_by_phase_of_the_worst(measured: Make
     assert "1 tp=0 pp=1 4 2.00 GiB 2.00 GiB step-2/backward 5.00 TFLOP" in rows
     phases = rows[lines.index("phases of rank 1:") + 2 :]
     assert phases[:2] == ["0 build 1.00 MiB 1.00 MiB 2.00 MiB", "2 backward 2.00 GiB 2.00 GiB 2.00 GiB"]
-    assert "sent in a step by group: tp 3.00 MiB" in lines
+    assert "collectives in a step by group: tp 3.00 MiB" in lines
 
 
 def test_a_failed_measurement_ends_with_its_failure(failed: Make) -> None:
