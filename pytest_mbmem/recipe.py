@@ -403,6 +403,9 @@ class Recipe(Part):
             reason = "the plugin's own" if name.startswith("MBMEM_") else _RESERVED_ENVIRONMENT.get(name)
             if reason:
                 raise BadKey(f"environment.{name}", f"may not be set here: {reason}")
+        if self.optimizer.kind == "sgd" and self.parallelism.distributed_optimizer:
+            problem = "'sgd' is not possible with parallelism.distributed_optimizer; Megatron shards Adam alone"
+            raise BadKey("optimizer.kind", problem)
         self._check_split()
         self._check_batch()
 

@@ -623,6 +623,10 @@ LEARNED: dict[str, Any] = {"position_embedding_type": "learned_absolute", "max_p
             "model.hidden_size: 512 (kv_channels unset) is not a multiple of model.num_attention_heads (7)",
         ),
         (
+            {"kind": "sgd", "dp": 2, "global_batch_size": 2, "distributed_optimizer": True},
+            "optimizer.kind: 'sgd' is not possible with parallelism.distributed_optimizer; Megatron shards Adam alone",
+        ),
+        (
             {"kv_channels": 36, "attention_backend": "flash"},
             "model.kv_channels: 36 channels a head; flash attention takes multiples of 8 up to 256",
         ),

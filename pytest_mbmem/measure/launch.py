@@ -90,7 +90,10 @@ class Launcher:
             **environment,
             **virtual_gpu.environment(self.gpu, self.count),
             "LD_PRELOAD": ":".join(filter(None, preload)),
-            "TORCHDYNAMO_DISABLE": "1",  # fused functions run eagerly: nothing could run what it compiles
+            # Nothing here could run what these compile: fused functions run eagerly, and operators that torch 2.14 has
+            # in Triton as well take their ATen kernels.
+            "TORCHDYNAMO_DISABLE": "1",
+            "TORCH_DISABLE_NATIVE_JIT": "1",
             "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor and context parallelism
         }
 
@@ -155,14 +158,16 @@ class Launcher:
                 continue
             fields = result.value["rank"]
             assumptions += result.value["assumptions"]
+            if result.value["failure"]:
+                failures.append(Failure(**result.value["failure"]))
+            if fields is None:
+                continue
             counts = counted.get(rank.coordinates["pp"], CallResult(value={}))
             if counts.failure is not None:
                 failures.append(_failure(counts, rank.rank, "while counting FLOPs: "))
             else:
                 fields.update(counts.value)
             ranks.append(RankMeasurement.from_json(fields))
-            if result.value["failure"]:
-                failures.append(Failure(**result.value["failure"]))
         return Measurement(
             device=self.device,
             ranks=tuple(ranks),

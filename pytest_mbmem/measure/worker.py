@@ -23,6 +23,7 @@ def measure_rank(
     recorder = PhaseRecorder()
     failure = None
     try:
+        _start_cuda(recipe)
         recorder.begin(0, "build")
         model = live_model(Recipe.from_dict(recipe, "recipe"), rank, virtual=virtual)
         for _ in range(model.recipe.training.steps):
@@ -30,6 +31,8 @@ def measure_rank(
     except torch.OutOfMemoryError as error:
         step, phase = recorder.current or (None, None)
         failure = Failure("out of memory", rank, str(error), step, phase)
+    except _RefusedSettings as error:
+        return {"rank": None, "failure": dataclasses.asdict(Failure("error", rank, str(error))), "assumptions": ()}
     recorder.end()
     result = RankMeasurement(rank=rank, coordinates=coordinates, stands_for=stands_for, **recorder.results())
     return {
@@ -37,6 +40,23 @@ def measure_rank(
         "failure": failure and dataclasses.asdict(failure),
         "assumptions": stand_ins.ASSUMPTIONS if virtual else (),
     }
+
+
+class _RefusedSettings(Exception):
+    """PyTorch does not take the recipe's allocator settings."""
+
+
+def _start_cuda(recipe: dict[str, Any]) -> None:
+    """Start CUDA, where PyTorch reads its allocator's settings."""
+    settings = recipe.get("memory", {}).get("alloc_conf", "")
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.memory_stats()
+    except (RuntimeError, ValueError) as error:
+        if not settings:
+            raise
+        reason = str(error).splitlines()[0]
+        raise _RefusedSettings(f"memory.alloc_conf: PyTorch refuses {settings!r}: {reason}") from None
 
 
 def count_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> dict[str, Any]:

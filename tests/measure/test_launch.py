@@ -103,6 +103,22 @@ def test_the_allocator_follows_the_recipe_and_not_the_callers_shell(
     assert expandable.peak("reserved") < plain.peak("reserved")
 
 
+@pytest.mark.parametrize("settings", ["nonsense:1", "expandable_segments:Maybe", "max_split_size_mb:1"])
+def test_allocator_settings_that_pytorch_refuses_are_named(
+    launcher: Launcher, small_recipe: Recipe, settings: str
+) -> None:
+    failure = launcher.measure(small_recipe.but(alloc_conf=settings)).failure
+    assert failure is not None
+    assert failure.message.startswith(f"memory.alloc_conf: PyTorch refuses {settings!r}: ")
+    assert "Traceback" not in failure.message
+
+
+def test_operators_that_torch_has_in_triton_too_take_their_aten_kernels(
+    launcher: Launcher, small_recipe: Recipe
+) -> None:
+    assert launcher.measure(small_recipe.but(seq_length=1, precision="fp32")).failure is None  # outer products
+
+
 def test_a_worker_that_dies_is_a_result(launcher: Launcher) -> None:
     assert launcher.call("os:abort", {}).message == "the worker was killed by SIGABRT"
     assert launcher.call("os:_exit", {"status": 3}).failure == "died"
