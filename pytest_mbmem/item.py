@@ -47,6 +47,7 @@ _NOT_INHERITED: dict[str, Any] = {
     "looponfail": False,
     # Reports are this side's.
     "xmlpath": None,
+    "setupshow": False,
     "mbmem_json": None,
     "mbmem_html": None,
     "log_file": None,
@@ -239,12 +240,12 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
         "device": vars(measuring.device),
     }
     folder = config.invocation_params.dir
-    if config.option.usepdb or config.option.trace:
+    if _wants_debugger(config):
         value, output, message = _with_terminal(measuring, config, arguments, folder)
     else:
         result = measuring.launcher.call("pytest_mbmem.item:run", arguments, cwd=folder)
         value, output, message = result.value, result.output, result.message
-        if config.option.capture == "no":
+        if config.getoption("capture", "no") == "no":
             print(output, end="", flush=True)
     for warning in value["warnings"] if value is not None else []:
         _warn(item, **warning)
@@ -262,16 +263,21 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
 def _inherited_options(config: pytest.Config) -> dict[str, Any]:
     """The options of this session for the worker's, without those that are about the session itself."""
     options = {k: v for k, v in vars(config.option).items() if _is_plain(v) and k != "file_or_dir"} | _NOT_INHERITED
-    base = Path(tempfile.mkdtemp(prefix="worker-", dir=config._tmp_path_factory.getbasetemp()))  # type: ignore[attr-defined]
+    factory = getattr(config, "_tmp_path_factory", None)  # absent with -p no:tmpdir
+    base = Path(tempfile.mkdtemp(prefix="mbmem-test-", dir=factory and factory.getbasetemp()))
     options["basetemp"] = str(base / "tmp")
     options["override_ini"] = [*(options.get("override_ini") or []), f"cache_dir={base / 'cache'}", "log_file="]
     options["rootdir"] = str(config.rootpath)
     if config.inipath is not None:
         options["inifilename"] = str(config.inipath)
     options["plugins"] = list(options["plugins"])
-    if not (config.option.usepdb or config.option.trace):
+    if not _wants_debugger(config):
         options["plugins"].append("no:terminal")
     return options
+
+
+def _wants_debugger(config: pytest.Config) -> bool:
+    return bool(config.getoption("usepdb", False) or config.getoption("trace", False))
 
 
 def _is_plain(value: object) -> bool:

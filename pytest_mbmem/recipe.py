@@ -28,6 +28,8 @@ _RESERVED_ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "write it as memory.alloc_conf",
     "PYTORCH_ALLOC_CONF": "write it as memory.alloc_conf",
     "LD_PRELOAD": "the virtual GPU sets it",
+    "LD_LIBRARY_PATH": "it has no effect on a process that has started",
+    "PYTHONPATH": "it has no effect on a process that has started",
     "CUDA_VISIBLE_DEVICES": "the device options choose the GPU",
 }
 
@@ -378,6 +380,11 @@ class Memory(Part):
         pair = r" *\w+ *: *(\[[^][]*\]|[^][,: ]+) *"  # a value may be a list: roundup_power2_divisions:[256:1,>:4]
         if self.alloc_conf and not re.fullmatch(f"{pair}(,{pair})*", self.alloc_conf):
             problem = f"{self.alloc_conf!r} is not made of key:value pairs separated by commas"
+            raise BadKey("memory.alloc_conf", problem)
+        if re.search(r"\bbackend *: *(?!native\b)", self.alloc_conf):
+            problem = (
+                f"{self.alloc_conf!r}: only the backend 'native' can be measured; PyTorch fixes it when it is loaded"
+            )
             raise BadKey("memory.alloc_conf", problem)
 
 

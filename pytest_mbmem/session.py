@@ -52,6 +52,13 @@ class TestRecord:
     measured: list[Measured] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)  # what --mbmem-update may write
 
+    def withdraw(self) -> None:
+        """Update nothing: the test fails."""
+        self.records.clear()
+        for measured in self.measured:
+            for judged in measured.judged:
+                judged.accepted = False
+
     def to_json(self) -> dict[str, Any]:
         """What travels on the test's report, plain data."""
         return {
@@ -344,14 +351,14 @@ class MeasuringTests:
         except (Exception, pytest.fail.Exception) as error:
             with contextlib.suppress(UserError):  # the test's own failure is the one to report
                 self._judge(item, plan, watch, error)
-            item.stash[RECORD].records.clear()  # a failing test updates nothing
+            item.stash[RECORD].withdraw()
             raise
         try:
             texts = self._judge(item, plan, watch)
         except UserError as error:
             texts = [str(error)]
         if texts:
-            item.stash[RECORD].records.clear()
+            item.stash[RECORD].withdraw()
             pytest.fail("\n\n".join(texts), pytrace=False)
         return result
 

@@ -542,3 +542,35 @@ def test_the_shells_settings_do_not_reach_a_worker(
         """
     )
     real_project.runpytest_subprocess().assert_outcomes(passed=1)
+
+
+@pytest.mark.parametrize("option", ["--setup-show", "-p no:capture", "-p no:tmpdir", "-p no:debugging", "-vv"])
+def test_options_about_the_session_do_not_disturb_the_worker(real_project: pytest.Pytester, option: str) -> None:
+    real_project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.peak_memory(limit="1 GiB")
+        def test_x():
+            import torch
+            torch.empty(1, device="cuda")
+        """
+    )
+    real_project.runpytest_subprocess(*option.split()).assert_outcomes(passed=1)
+
+
+def test_a_failing_test_accepts_nothing(real_project: pytest.Pytester) -> None:
+    real_project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.peak_memory
+        def test_x():
+            import torch
+            torch.empty(1, device="cuda")
+            assert 0
+        """
+    )
+    result = real_project.runpytest("--mbmem-update=new")
+    result.assert_outcomes(failed=1)
+    result.stdout.no_fnmatch_line("*accepted*")
