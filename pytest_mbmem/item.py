@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import io
 import os
 import pickle
 import subprocess
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest._io import TerminalWriter
 
 from .errors import UserError
 from .measurement import Device, Failure, FailureKind, Measurement, RankMeasurement
@@ -193,6 +195,9 @@ def run(test: str, options: dict[str, Any], device: dict[str, Any]) -> dict[str,
     global WORKER
     WORKER = Worker(Device(**device))
     config = pytest.Config.fromdictargs(options, [test])
+    if "no:terminal" in options["plugins"]:
+        # pytest 8.4 asks for a terminal's writer to colour what an assertion compares
+        config.get_terminal_writer = lambda: TerminalWriter(io.StringIO())  # type: ignore[method-assign]
     config.pluginmanager.register(WORKER, "mbmem-worker")
     try:
         try:

@@ -381,7 +381,7 @@ class Memory(Part):
         if self.alloc_conf and not re.fullmatch(f"{pair}(,{pair})*", self.alloc_conf):
             problem = f"{self.alloc_conf!r} is not made of key:value pairs separated by commas"
             raise BadKey("memory.alloc_conf", problem)
-        if re.search(r"\bbackend *: *(?!native\b)", self.alloc_conf):
+        if re.search(r"\bbackend *: *(?!native\b)[^\s,]", self.alloc_conf):
             problem = (
                 f"{self.alloc_conf!r}: only the backend 'native' can be measured; PyTorch fixes it when it is loaded"
             )

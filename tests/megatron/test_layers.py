@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 
+@pytest.mark.usefixtures("megatron_model")  # in a worker, where torch is loaded once
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_context_parallel_chunks_attend_as_the_whole_sequence_does(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
