@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .errors import UserError
-from .files import write_atomically
+from .files import write_report
 from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, choose_gpu, seconds
 
 if TYPE_CHECKING:
@@ -143,8 +143,5 @@ def _check_output(path: Path | None, option: str) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    try:
-        write_atomically(path, text)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+    write_report(path, text)
     print(f"written: {path}")

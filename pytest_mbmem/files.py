@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .errors import UserError
+
 
 def write_atomically(path: Path, text: str) -> None:
     """Write `text` as UTF-8 so that a reader sees the old file or the new one, never a part. Raises `OSError`."""
@@ -21,3 +23,11 @@ def write_atomically(path: Path, text: str) -> None:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_report(path: Path, text: str) -> None:
+    """`write_atomically` for a file that the user named. Raises `UserError`."""
+    try:
+        write_atomically(path, text)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None

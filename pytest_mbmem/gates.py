@@ -8,7 +8,6 @@ tolerance is taken as the decimal number that was written, so 0.1 is a tenth and
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from .errors import UserError
 from .measurement import Measurement, check_phase
 from .units import format_bytes, format_fraction, parse_bytes, parse_fraction
+from .validation import did_you_mean
 
 if TYPE_CHECKING:
     from .baseline_file import Entry, Figure
@@ -78,8 +78,7 @@ class PeakGate:
 
         for name in kwargs:
             if name not in _KEYWORDS:
-                close = difflib.get_close_matches(name, _KEYWORDS, n=1)
-                hint = f"did you mean {close[0]!r}? " if close else ""
+                hint = did_you_mean(name, _KEYWORDS)
                 raise UserError(
                     f"{source}: peak_memory() has no argument {name!r}; {hint}allowed: {', '.join(_KEYWORDS)}"
                 )

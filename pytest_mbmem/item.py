@@ -81,6 +81,7 @@ class Worker:
     def build(self, recipe: Recipe, rank: int) -> LiveModel:
         """The recipe's rank as a live model. Raises `UserError` for what cannot be built."""
         from .measure import launch
+        from .measure.history import cuda_is_initialized
         from .measure.ranks import chosen
         from .megatron import stand_ins
         from .megatron.model import live_model
@@ -89,7 +90,7 @@ class Worker:
         chosen(recipe, [rank])
         wanted = launch.recipe_environment(recipe)
         unset = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
-        if unset and _cuda_is_initialized():
+        if unset and cuda_is_initialized():
             raise UserError(
                 f"megatron_model: the recipe sets {', '.join(unset)}, which CUDA reads when it starts, and this test "
                 "has used CUDA before; build the model first"
@@ -178,12 +179,6 @@ class Watch:
             environment=versions(),
             **fields,
         )
-
-
-def _cuda_is_initialized() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def run(test: str, options: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:

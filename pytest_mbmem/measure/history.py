@@ -64,7 +64,8 @@ _RESETS = ("_cuda_resetPeakMemoryStats", "_accelerator_resetPeakStats")
 """What torch.cuda and torch.accelerator reset peaks with (torch 2.11 to 2.14)."""
 
 
-def _is_initialized() -> bool:
+def cuda_is_initialized() -> bool:
+    """Whether this process has started CUDA."""
     return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
@@ -78,7 +79,7 @@ class TestWatch:
 
     def __init__(self) -> None:
         self._recorder = PhaseRecorder()
-        if _is_initialized():
+        if cuda_is_initialized():
             self._recorder.begin(0, "test")
         else:
             self._recorder.current = (0, "test")  # nothing was allocated before
@@ -88,7 +89,7 @@ class TestWatch:
 
     def _folding(self, reset: Any) -> Any:
         def fold_and_reset(*arguments: Any) -> Any:
-            if _is_initialized():
+            if cuda_is_initialized():
                 self._recorder.fold()
             return reset(*arguments)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -46,7 +46,6 @@ class LiveModel:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     steps_done: int = 0
-    _phase: OnPhase = field(default=_ignore_phase, repr=False)
 
     def step(self, on_phase: OnPhase = _ignore_phase) -> None:
         """One training step over the recipe's microbatches through Megatron's own schedule.
@@ -163,7 +162,6 @@ def _overlap(recipe: Recipe, config: TransformerConfig, chunks: list[Distributed
     def one_or_all(functions: list[Any]) -> Any:
         return functions if len(functions) > 1 else functions[0]
 
-    config.finalize_model_grads_func = finalize_model_grads
     if recipe.parallelism.overlap_grad_reduce:
         config.no_sync_func = one_or_all([chunk.no_sync for chunk in chunks])
         if len(chunks) > 1:  # aligned over pipeline stages, Megatron-LM's default with interleaving

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ..errors import UserError
-from ..files import write_atomically
+from ..files import write_report
 from .results import Measured, Results, TestResult
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ class Reporter:
             self._write(options.html, html.page(self._results))
 
     def _write(self, path: Path, text: str) -> None:
-        try:
-            write_atomically(path, text)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be written ({error.strerror or error})") from None
+        write_report(path, text)
         self._written.append(f"report: {path}")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
