@@ -10,39 +10,64 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .errors import MeasurementFailed, OutOfMemory, UserError
+    from .compare import Comparison
+    from .errors import MeasurementFailed, NoEffect, NotOnHost, OutOfMemory, ParityFailed, Refused, UserError
+    from .labels import offload_labels, recompute_labels
     from .measurement import Measurement
     from .models import PRESETS, preset
-    from .recipe import Memory, Model, Optimizer, Parallelism, Recipe, Training
+    from .recipe import Lora, Memory, Mla, Model, Moe, Optimizer, Parallelism, Recipe, Training
+    from .sweep import Sweep
 
 _HOMES = {
+    "Comparison": "compare",
     "MeasurementFailed": "errors",
+    "NoEffect": "errors",
+    "NotOnHost": "errors",
     "OutOfMemory": "errors",
+    "ParityFailed": "errors",
+    "Refused": "errors",
     "UserError": "errors",
+    "offload_labels": "labels",
+    "recompute_labels": "labels",
     "Measurement": "measurement",
     "PRESETS": "models",
     "preset": "models",
+    "Lora": "recipe",
     "Memory": "recipe",
+    "Mla": "recipe",
     "Model": "recipe",
+    "Moe": "recipe",
     "Optimizer": "recipe",
     "Parallelism": "recipe",
     "Recipe": "recipe",
     "Training": "recipe",
+    "Sweep": "sweep",
 }
 
 __all__ = [
     "PRESETS",
+    "Comparison",
+    "Lora",
     "Measurement",
     "MeasurementFailed",
     "Memory",
+    "Mla",
     "Model",
+    "Moe",
+    "NoEffect",
+    "NotOnHost",
     "Optimizer",
     "OutOfMemory",
     "Parallelism",
+    "ParityFailed",
     "Recipe",
+    "Refused",
+    "Sweep",
     "Training",
     "UserError",
+    "offload_labels",
     "preset",
+    "recompute_labels",
 ]
 
 

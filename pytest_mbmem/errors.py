@@ -14,5 +14,21 @@ class MeasurementFailed(RuntimeError):
     """A measurement ended without a result: a worker raised, died or ran out of time."""
 
 
+class Refused(MeasurementFailed):
+    """Megatron Core or PyTorch does not take the recipe's settings; the message is theirs."""
+
+
+class NoEffect(MeasurementFailed):
+    """A memory setting that was asked for changed nothing on any measured rank."""
+
+
 class OutOfMemory(MeasurementFailed):
     """The recipe does not fit the device: PyTorch's own `torch.OutOfMemoryError` on at least one rank."""
+
+
+class ParityFailed(AssertionError):
+    """The candidate's numbers are not the control's. The message names tensor, kind, precision, error and tolerance."""
+
+
+class NotOnHost(RuntimeError):
+    """A test asks for something that a run on the host does not have. Such a test is skipped with this message."""

@@ -21,7 +21,7 @@ from .validation import did_you_mean
 if TYPE_CHECKING:
     from .baseline_file import Entry, Figure
 
-Verdict = Literal["pass", "improvement", "regression", "stale", "missing", "out of memory", "invalid"]
+Verdict = Literal["pass", "improvement", "regression", "stale", "missing", "out of memory", "no effect", "invalid"]
 GatedMetric = Literal["allocated", "reserved"]
 
 GATED_METRICS: tuple[GatedMetric, ...] = ("allocated", "reserved")
@@ -196,8 +196,8 @@ def compare(
 def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key: str) -> Judgement:
     """Judge the worst rank's peak by the gate's limit, or by the baseline entry of the test.
 
-    The first of these that holds: the measurement failed ("out of memory", "invalid"); there is no entry ("missing");
-    the entry belongs to another recipe ("stale"); the entry lacks the gated figure ("missing"); then the comparison.
+    The first of these that holds: the measurement failed ("out of memory", "no effect", "invalid"); there is no entry
+    ("missing"); the entry belongs to another recipe ("stale"); the entry lacks the gated figure ("missing"); then the comparison.
     Raises `UserError` if the gate's phase selects nothing in the measurement.
     """
     figure = baseline.figures.get(gate.metric_id) if baseline is not None and gate.limit is None else None
@@ -218,7 +218,7 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
     failure = measurement.failure
     if failure is not None:
         note = f"rank {failure.rank} ended with: {failure.kind}" + (f" in {failure.name}" if failure.name else "")
-        verdict: Verdict = "out of memory" if failure.kind == "out of memory" else "invalid"
+        verdict: Verdict = failure.kind if failure.kind in ("out of memory", "no effect") else "invalid"
         return judgement(verdict, rank=failure.rank, phase=failure.name, notes=(note,))
     if not measurement.ranks:
         return judgement("invalid", notes=("no rank was measured",))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from .errors import UserError
+from .errors import NotOnHost, UserError
 from .validation import show
 
 Metric = Literal["allocated", "reserved", "active", "inactive_split"]
@@ -27,7 +27,9 @@ block."""
 PHASES = ("build", "forward", "backward", "grad-sync", "optimizer", "test")
 """In the order of a step. "build" belongs to step 0, "test" is the whole body of a test without a recipe."""
 
-FailureKind = Literal["out of memory", "error", "died", "timeout"]
+FailureKind = Literal["out of memory", "error", "died", "timeout", "refused", "no effect", "not finite", "skipped step"]
+"""Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed nothing.
+Not finite, skipped step: of a host run, whose numbers are real."""
 
 SCHEMA = 1
 """Version of the JSON form; a file with another one is refused."""
@@ -53,6 +55,17 @@ class PhaseFigures:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """The LoRA adapters of one kind on a rank: whether their input is gathered again in backward, and if not, why."""
+
+    target: str  # "linear_qkv", ...
+    count: int  # adapters of this kind for which the same holds
+    regather_requested: bool
+    regather_effective: bool
+    reason: str = ""  # why a request has no effect
+
+
+@dataclass(frozen=True)
 class RankMeasurement:
     """One measured rank."""
 
@@ -67,6 +80,10 @@ class RankMeasurement:
     collective_bytes: Mapping[str, int] = field(
         default_factory=dict
     )  # per step, by process group (see measure.counting)
+    allocations: int | None = None  # calls for memory up to the end of step 1: a setting that changes nothing keeps it
+    host_peak: int | None = None  # bytes of pinned host memory at their highest
+    moved_bytes: Mapping[str, int] = field(default_factory=dict)  # of the last step: "to host", "to device"
+    adapters: tuple[Adapter, ...] = ()
 
     def peak(self, metric: Metric = "allocated", phase: str | None = None) -> int:
         """Highest bytes over all phases, or over those that `phase` selects (see `selects`)."""
@@ -86,6 +103,16 @@ class RankMeasurement:
     def from_json(cls, data: Mapping[str, Any], source: str = "rank") -> RankMeasurement:
         """Read plain data. Raises `UserError` naming `source` and the place where they are not of this form."""
         return cast(RankMeasurement, read_plain(cls, data, source))
+
+
+@dataclass(frozen=True)
+class HostStep:
+    """What came out of one training step with real numbers on the host, over all ranks."""
+
+    loss: float  # mean over all tokens
+    grad_norm: float | None  # before clipping; None where the optimizer does not ask for it
+    skipped: bool  # the optimizer left the parameters as they were, on some rank
+    not_finite: str = ""  # the first gradient or parameter that holds NaN or infinity
 
 
 @dataclass(frozen=True)
@@ -129,9 +156,12 @@ class Measurement:
     assumptions: tuple[str, ...] = ()  # stated values that kernels would have computed, and stand-ins used
     notes: tuple[str, ...] = ()  # what a reader must know to trust the figures; shown beside every verdict
     failure: Failure | None = None  # ranks that finished before it are kept
+    steps: tuple[HostStep, ...] = ()  # of a host run, which measures no memory and so has no ranks
 
     def worst(self, metric: Metric = "allocated", phase: str | None = None) -> RankMeasurement:
         """The measured rank with the highest peak; the lowest rank number among equals."""
+        if self.steps:
+            raise NotOnHost(f"host: memory is not measured, and the test asks for a peak of {metric} bytes")
         if not self.ranks:
             raise UserError("a measurement without a measured rank has no peak")
         return max(self.ranks, key=lambda r: (r.peak(metric, phase), -r.rank))

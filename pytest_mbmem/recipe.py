@@ -1,4 +1,4 @@
-"""What to run: model shape, parallelism, batch, precision, optimizer, allocator. From Python or from YAML.
+"""What to run: model shape, parallelism, batch, precision, optimizer, memory settings, LoRA. From Python or from YAML.
 
 Frozen dataclasses whose field names are Megatron Core's where it has one. Whatever makes a size impossible in Megatron
 Core 0.16.1 is refused when the object is made, before anything is built, with the key, the value and what is allowed.
@@ -23,6 +23,8 @@ from .validation import Allowed, BadKey, Part, alternatives, check_multiple, did
 _Dropout = Annotated[float, Allowed("from 0 to below 1", lambda x: 0 <= x < 1)]
 _Share = Annotated[float, Allowed("above 0, up to 1", lambda x: 0 < x <= 1)]
 _Amount = Annotated[float, Allowed("0 or more", lambda x: x >= 0)]
+_Positive = Annotated[float, Allowed("above 0", lambda x: x > 0)]
+_Overload = Annotated[float, Allowed("1 or more", lambda x: x >= 1)]
 
 _RESERVED_ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "write it as memory.alloc_conf",
@@ -48,12 +50,46 @@ class Moe(Part):
     """Of all shared experts together. None: no shared expert."""
     moe_layer_freq: int | tuple[Literal[0, 1], ...] = 1
     """N: layers 0, N, 2N, … have experts; or one number per layer, 1 for experts and 0 for dense."""
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    moe_grouped_gemm: bool = False
+    """All experts of a rank in one grouped matrix multiplication (PyTorch's own). False: one expert after the other."""
+    moe_expert_capacity_factor: _Positive | None = None
+    """Tokens that an expert takes, as a multiple of its balanced share; more are dropped. None: dropless."""
+    moe_pad_expert_input_to_capacity: bool = False
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
+        "aux_loss"
+    )
+    moe_aux_loss_coeff: _Amount = 0.0
+    moe_z_loss_coeff: _Positive | None = None
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_enable_expert_bias: bool = False
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    moe_shared_expert_overlap: bool = False
+    overload: _Overload = 1.0
+    """An assumption where kernels compute nothing: the first expert-parallel rank receives this many times its balanced
+    share of the tokens, and the others share the rest equally. 1: all ranks and all their experts receive the same."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.moe_router_topk > self.num_moe_experts:
             limit = f"num_moe_experts ({self.num_moe_experts})"
             raise BadKey("model.moe.moe_router_topk", f"{self.moe_router_topk} is more than {limit}")
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            raise BadKey("model.moe.moe_pad_expert_input_to_capacity", "true needs moe_expert_capacity_factor")
+        if self.moe_expert_capacity_factor is not None and self.moe_token_dispatcher_type != "alltoall":
+            problem = f"{self.moe_expert_capacity_factor} needs moe_token_dispatcher_type 'alltoall'"
+            raise BadKey("model.moe.moe_expert_capacity_factor", problem)
+        if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type in ("sinkhorn", "none"):
+            problem = f"{self.moe_aux_loss_coeff} has no effect with {self.moe_router_load_balancing_type!r} balancing"
+            raise BadKey("model.moe.moe_aux_loss_coeff", problem)
+        if self.moe_shared_expert_overlap and not self.moe_shared_expert_intermediate_size:
+            raise BadKey("model.moe.moe_shared_expert_overlap", "true needs moe_shared_expert_intermediate_size")
+        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
+            raise BadKey("model.moe.moe_shared_expert_overlap", "true needs moe_token_dispatcher_type 'alltoall'")
+        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
+            raise BadKey("model.moe.moe_router_enable_expert_bias", "true needs moe_router_score_function 'sigmoid'")
 
     def layer_pattern(self, num_layers: int) -> tuple[int, ...]:
         """1 for each layer with experts, 0 for each dense one."""
@@ -111,6 +147,8 @@ class Model(Part):
     share_embeddings_and_output_weights: bool = False
     attention_dropout: _Dropout = 0.0
     hidden_dropout: _Dropout = 0.0
+    mtp_num_layers: int | None = None
+    """Layers that predict further tokens ahead (multi-token prediction). None: no such layers."""
     moe: Moe | None = None
     mla: Mla | None = None
 
@@ -183,18 +221,22 @@ class Model(Part):
             if self.max_position_embeddings is None:
                 raise BadKey("model.max_position_embeddings", "set it to count the parameters of learned positions")
             positions = self.max_position_embeddings * hidden
-        expert_layers = sum(self.moe.layer_pattern(self.num_layers)) if self.moe else 0
-        layers = self.num_layers * (self._attention_parameters() + 2 * self._norm_parameters(hidden))
-        layers += (self.num_layers - expert_layers) * self._mlp_parameters(self.ffn_size)
-        if self.moe is not None:
-            experts = self.moe.num_moe_experts
-            layers += expert_layers * (
-                experts * (hidden + self.add_bias_linear)  # router
-                + experts * self._mlp_parameters(self.expert_ffn_size)
-                + self._mlp_parameters(self.moe.moe_shared_expert_intermediate_size or 0)
-            )
+        norm = self._norm_parameters(hidden)
+        pattern = self.moe.layer_pattern(self.num_layers) if self.moe else (0,) * self.num_layers
+        layers = [self._layer_parameters(has_experts=kind == 1) for kind in pattern]
+        # A layer of multi-token prediction is one of the last layer's make, with a projection of two inputs and norms
+        # of both and of the result.
+        mtp = (self.mtp_num_layers or 0) * (layers[-1] + 2 * hidden * hidden + 3 * norm)
         output = 0 if self.share_embeddings_and_output_weights else embedding
-        return embedding + positions + layers + self._norm_parameters(hidden) + output
+        return embedding + positions + sum(layers) + norm + mtp + output
+
+    def _layer_parameters(self, *, has_experts: bool) -> int:
+        layer = self._attention_parameters() + 2 * self._norm_parameters(self.hidden_size)
+        if self.moe is None or not has_experts:
+            return layer + self._mlp_parameters(self.ffn_size)
+        router = self.hidden_size + self.add_bias_linear
+        experts = self.moe.num_moe_experts * (router + self._mlp_parameters(self.expert_ffn_size))
+        return layer + experts + self._mlp_parameters(self.moe.moe_shared_expert_intermediate_size or 0)
 
     def _norm_parameters(self, size: int) -> int:
         return 2 * size if self.normalization == "LayerNorm" else size
@@ -275,6 +317,15 @@ class Model(Part):
         return dataclasses.replace(self, moe=moe, **changes)
 
 
+_UNEVEN = (
+    "num_layers_in_first_pipeline_stage",
+    "num_layers_in_last_pipeline_stage",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+    "pipeline_model_parallel_layout",
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Parallelism(Part):
     """How the job is split over GPUs."""
@@ -295,6 +346,15 @@ class Parallelism(Part):
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+    num_layers_in_first_pipeline_stage: int | None = None
+    """None: the layers that other settings leave, spread evenly."""
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    """The embedding counts as a layer when layers are spread over the stages."""
+    account_for_loss_in_pipeline_split: bool = False
+    pipeline_model_parallel_layout: str = ""
+    """Megatron's text for which layer goes where, as in "Et*3|(tt|)*29,m|L": E embedding, t transformer layer, m
+    multi-token prediction, L loss, | the end of a stage."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,6 +367,12 @@ class Parallelism(Part):
         if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
             problem = "true needs distributed_optimizer: true and overlap_grad_reduce: true"
             raise BadKey("parallelism.overlap_param_gather", problem)
+        uneven = [name for name in _UNEVEN if getattr(self, name)]
+        if uneven and self.pp == 1:
+            problem = f"{show(getattr(self, uneven[0]))} needs parallelism.pp of 2 or more, not 1"
+            raise BadKey(f"parallelism.{uneven[0]}", problem)
+        if self.pipeline_model_parallel_layout and len(uneven) > 1:
+            raise BadKey(f"parallelism.{uneven[0]}", "is not possible with pipeline_model_parallel_layout")
         expert_ranks = self.expert_tp * self.ep
         if self.tp * self.cp * self.dp % expert_ranks:
             problem = (
@@ -314,6 +380,11 @@ class Parallelism(Part):
                 f"tp * cp * dp ({self.tp * self.cp * self.dp}) is not a multiple of that"
             )
             raise BadKey("parallelism.ep", problem)
+
+    @property
+    def pipeline_split_is_even(self) -> bool:
+        """Whether every model chunk has the same number of layers; Megatron itself judges other splits."""
+        return not any(getattr(self, name) for name in _UNEVEN)
 
     @property
     def expert_tp(self) -> int:
@@ -341,8 +412,11 @@ class Training(Part):
     main_grads: Literal["fp32", "bf16"] = "fp32"
     """Type of the gradient buffer."""
     attention_backend: Literal["unfused", "flash"] = "unfused"
+    transformer_impl: Literal["local", "transformer_engine"] = "local"
+    """Whose layers: Megatron's own, or on a virtual GPU equivalents of Transformer Engine's memory."""
     deterministic: bool = False
     masked_softmax_fusion: bool = True
+    cross_entropy_loss_fusion: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -374,9 +448,33 @@ class Memory(Part):
 
     alloc_conf: str = ""
     """Text of PYTORCH_CUDA_ALLOC_CONF, as in "expandable_segments:True"; PyTorch itself judges names and values."""
+    recompute_granularity: Literal["selective", "full"] | None = None
+    recompute_modules: tuple[str, ...] | None = None
+    """With "selective": labels of the installed Megatron Core, which refuses others. An empty list is a control that
+    recomputes nothing. None: Megatron's default, core_attn."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: int | None = None
+    """With "full": layers of a group ("uniform"), or layers of each pipeline stage that are recomputed ("block")."""
+    distribute_saved_activations: bool = False
+    cpu_offloading: bool = False
+    """Activations (or weights) of whole layers wait in host memory for their backward."""
+    cpu_offloading_num_layers: int | None = None
+    cpu_offloading_activations: bool = True
+    cpu_offloading_weights: bool = False
+    offload_modules: tuple[str, ...] = ()
+    """Modules whose inputs wait in host memory (Megatron's fine-grained activation offloading); labels of the installed
+    Megatron Core, which refuses others."""
+    min_offloaded_tensor_size: int = 1024 * 1024
+    """Elements below which a tensor is not offloaded by `offload_modules`."""
+    optimizer_cpu_offload: bool = False
+    """Optimizer state and step in host memory, for a fraction of the parameters."""
+    optimizer_offload_fraction: _Share = 1.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_recompute()
+        self._check_offload()
         pair = r" *\w+ *: *(\[[^][]*\]|[^][,: ]+) *"  # a value may be a list: roundup_power2_divisions:[256:1,>:4]
         if self.alloc_conf and not re.fullmatch(f"{pair}(,{pair})*", self.alloc_conf):
             problem = f"{self.alloc_conf!r} is not made of key:value pairs separated by commas"
@@ -386,6 +484,77 @@ class Memory(Part):
                 f"{self.alloc_conf!r}: only the backend 'native' can be measured; PyTorch fixes it when it is loaded"
             )
             raise BadKey("memory.alloc_conf", problem)
+
+    def _check_recompute(self) -> None:
+        granularity = self.recompute_granularity
+        if self.recompute_modules is not None:
+            if granularity != "selective":
+                problem = f"{list(self.recompute_modules)} needs recompute_granularity 'selective', not {granularity!r}"
+                raise BadKey("memory.recompute_modules", problem)
+            _check_no_duplicates("memory.recompute_modules", self.recompute_modules)
+        for name in ("recompute_method", "recompute_num_layers"):
+            value = getattr(self, name)
+            if granularity == "full" and value is None:
+                raise BadKey(f"memory.{name}", "is missing; recompute_granularity 'full' needs it")
+            if granularity != "full" and value is not None:
+                problem = f"{value!r} needs recompute_granularity 'full', not {granularity!r}"
+                raise BadKey(f"memory.{name}", problem)
+        if self.distribute_saved_activations and granularity != "full":
+            problem = f"true needs recompute_granularity 'full', not {granularity!r}"
+            raise BadKey("memory.distribute_saved_activations", problem)
+
+    def _check_offload(self) -> None:
+        if self.cpu_offloading:
+            if self.cpu_offloading_num_layers is None:
+                raise BadKey("memory.cpu_offloading_num_layers", "is missing; cpu_offloading needs it")
+            if not self.cpu_offloading_activations and not self.cpu_offloading_weights:
+                problem = "false, as cpu_offloading_weights: nothing is offloaded"
+                raise BadKey("memory.cpu_offloading_activations", problem)
+            if self.recompute_granularity is not None:
+                problem = "true is not possible with recompute_granularity; Megatron refuses offload with recompute"
+                raise BadKey("memory.cpu_offloading", problem)
+            if self.offload_modules:
+                problem = f"{list(self.offload_modules)} is not possible with cpu_offloading; choose one of them"
+                raise BadKey("memory.offload_modules", problem)
+        elif self.cpu_offloading_num_layers is not None:
+            raise BadKey("memory.cpu_offloading_num_layers", "needs cpu_offloading: true")
+        elif self.cpu_offloading_weights:
+            raise BadKey("memory.cpu_offloading_weights", "true needs cpu_offloading: true")
+        _check_no_duplicates("memory.offload_modules", self.offload_modules)
+        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
+            raise BadKey("memory.overlap_cpu_optimizer_d2h_h2d", "true needs optimizer_cpu_offload: true")
+        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
+            problem = f"{self.optimizer_offload_fraction} needs optimizer_cpu_offload: true"
+            raise BadKey("memory.optimizer_offload_fraction", problem)
+
+
+def _check_no_duplicates(key: str, labels: tuple[str, ...]) -> None:
+    twice = sorted({label for label in labels if labels.count(label) > 1})
+    if twice:
+        raise BadKey(key, f"{list(labels)} names {', '.join(twice)} twice")
+
+
+LoraTarget = Literal["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora(Part):
+    """Low-rank adapters on frozen weights: only the adapters have gradients and optimizer state."""
+
+    _prefix: ClassVar[str] = "lora."
+
+    rank: int = 32
+    alpha: _Positive = 32.0
+    dropout: _Dropout = 0.0
+    targets: tuple[LoraTarget, ...] = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    sequence_parallel_input_regather: bool = False
+    """Keep only the own shard of the sequence for the gradient of LoRA A, and gather the input again in backward."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.targets:
+            raise BadKey("lora.targets", "an empty list trains nothing")
+        _check_no_duplicates("lora.targets", self.targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -397,6 +566,7 @@ class Recipe(Part):
     training: Training = field(default_factory=Training)
     optimizer: Optimizer = field(default_factory=Optimizer)
     memory: Memory = field(default_factory=Memory)
+    lora: Lora | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     """More environment variables of the process that runs it, as in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}."""
     name: str = ""
@@ -410,22 +580,35 @@ class Recipe(Part):
             reason = "the plugin's own" if name.startswith("MBMEM_") else _RESERVED_ENVIRONMENT.get(name)
             if reason:
                 raise BadKey(f"environment.{name}", f"may not be set here: {reason}")
+        memory, model, parallelism = self.memory, self.model, self.parallelism
+        if memory.cpu_offloading and parallelism.pp > 1:
+            problem = f"true needs parallelism.pp 1, not {parallelism.pp}; Megatron offloads no layers of a pipeline"
+            raise BadKey("memory.cpu_offloading", problem)
+        if memory.cpu_offloading_num_layers is not None and memory.cpu_offloading_num_layers >= model.num_layers:
+            problem = f"{memory.cpu_offloading_num_layers} is not below model.num_layers ({model.num_layers})"
+            raise BadKey("memory.cpu_offloading_num_layers", problem)
+        if memory.distribute_saved_activations and (parallelism.sequence_parallel or parallelism.tp == 1):
+            problem = "true needs parallelism.tp of 2 or more without sequence_parallel"
+            raise BadKey("memory.distribute_saved_activations", problem)
         if self.optimizer.kind == "sgd" and self.parallelism.distributed_optimizer:
             problem = "'sgd' is not possible with parallelism.distributed_optimizer; Megatron shards Adam alone"
             raise BadKey("optimizer.kind", problem)
         self._check_split()
+        self._check_lora()
         self._check_batch()
 
     def _check_split(self) -> None:
         model, split = self.model, self.parallelism
         tp = {"parallelism.tp": split.tp}
-        stages = {"parallelism.pp": split.pp} | ({"parallelism.vpp": split.vpp} if split.vpp else {})
-        check_multiple("model.num_layers", model.num_layers, stages)
+        if split.pipeline_split_is_even:
+            stages = {"parallelism.pp": split.pp} | ({"parallelism.vpp": split.vpp} if split.vpp else {})
+            check_multiple("model.num_layers", model.num_layers, stages)
         check_multiple("model.num_attention_heads", model.num_attention_heads, tp)
         check_multiple("model.ffn_hidden_size", model.ffn_size, tp)
-        if self.training.attention_backend == "flash" and (model.head_dim % 8 or model.head_dim > 256):
-            problem = f"{model.head_dim} channels a head; flash attention takes multiples of 8 up to 256"
-            raise BadKey("model.kv_channels", problem)
+        channels = model.head_dim if model.mla is None else model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
+        if self.training.attention_backend == "flash" and (channels % 8 or channels > 256):
+            key = "model.kv_channels" if model.mla is None else "model.mla.qk_head_dim"
+            raise BadKey(key, f"{channels} channels a head; flash attention takes multiples of 8 up to 256")
         if model.mla is None:
             groups = model.query_groups
             if groups % split.tp and split.tp % groups:
@@ -451,6 +634,32 @@ class Recipe(Part):
         shared = moe.moe_shared_expert_intermediate_size
         if shared is not None:
             check_multiple("model.moe.moe_shared_expert_intermediate_size", shared, tp)
+        if moe.moe_grouped_gemm and model.add_bias_linear:
+            raise BadKey("model.moe.moe_grouped_gemm", "true needs model.add_bias_linear false")
+        if moe.overload > 1:
+            if split.ep == 1:
+                problem = f"{moe.overload:g} needs parallelism.ep of 2 or more; a single rank receives all tokens"
+                raise BadKey("model.moe.overload", problem)
+            if moe.moe_expert_capacity_factor is not None:
+                problem = f"{moe.overload:g} is not possible with moe_expert_capacity_factor, which drops what is more"
+                raise BadKey("model.moe.overload", problem)
+            # A token goes to topk different experts, and a rank has only so many.
+            topk, local_experts = moe.moe_router_topk, moe.num_moe_experts // split.ep
+            most = split.ep * min(topk, local_experts) / topk
+            if moe.overload > most:
+                problem = f"{moe.overload:g} is more than {most:g}, which is when every token goes to the first rank"
+                raise BadKey("model.moe.overload", problem)
+
+    def _check_lora(self) -> None:
+        if self.lora is None:
+            return
+        if self.model.mla is not None and self.lora.targets == ("linear_qkv",):
+            raise BadKey("lora.targets", "['linear_qkv'] trains nothing: a model with model.mla has no such layer")
+        # Column-parallel layers share A's outputs out over the ranks.
+        if {"linear_qkv", "linear_fc1"} & set(self.lora.targets):
+            check_multiple("lora.rank", self.lora.rank, {"parallelism.tp": self.parallelism.tp})
+        if self.model.moe is not None and "linear_fc1" in self.lora.targets:
+            check_multiple("lora.rank", self.lora.rank, {"parallelism.etp": self.parallelism.expert_tp})
 
     def _check_batch(self) -> None:
         split, training = self.parallelism, self.training
@@ -496,28 +705,29 @@ class Recipe(Part):
     def not_yet(self) -> list[str]:
         """Why this version cannot measure the recipe; empty if it can."""
         reasons = []
-        if self.model.moe is not None:
-            reasons.append("model.moe: mixture of experts")
-        if self.model.mla is not None:
-            reasons.append("model.mla: multi-latent attention")
         if self.parallelism.cp > 1 and self.training.attention_backend == "unfused":
             reasons.append("parallelism.cp with training.attention_backend unfused: Megatron's own attention has no CP")
+        layout = self.parallelism.pipeline_model_parallel_layout
+        if "m" in layout and "m" not in layout.rpartition("|")[2]:
+            reasons.append(
+                "parallelism.pipeline_model_parallel_layout with m before the last stage: Megatron then sends sizes "
+                "between the stages, and a rank that runs alone receives none"
+            )
         return reasons
 
     def but(self, **changes: object) -> Recipe:
         """The same recipe with other values, named without their part: `recipe.but(tp=2, seq_length=1024)`.
 
-        Takes whole parts too (`model=...`); a field given beside its part is set in the new part. Fields of `moe` and
-        `mla` can be named where the model has them. Raises `UserError` for an unknown name or an impossible value.
+        Takes whole parts too (`model=...`); a field given beside its part is set in the new part. Fields of `moe`, `mla`
+        and `lora` can be named where the recipe has them. Raises `UserError` for an unknown name or an impossible value.
         """
-        parts = (Recipe, Model, Moe, Mla, Parallelism, Training, Optimizer, Memory)
-        names = [f.name for part in parts for f in dataclasses.fields(part)]
+        names = setting_names()
         for name in changes:
             if name not in names:
                 raise BadKey("but()", f"{name!r} is not a field of a recipe; {did_you_mean(name, names)}".rstrip("; "))
         result = _replaced(self, changes)
         if changes:
-            raise BadKey("but()", f"{', '.join(changes)}: the recipe's model has no such part")
+            raise BadKey("but()", f"{', '.join(changes)}: the recipe has no such part")
         return typing.cast(Recipe, result)
 
     @property
@@ -571,9 +781,9 @@ class Recipe(Part):
 
     def to_yaml(self) -> str:
         """Text that `from_yaml` reads back, without what equals its default."""
-        import yaml
+        from .strict_yaml import to_yaml
 
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        return to_yaml(self.to_dict())
 
     @classmethod
     def from_dict(cls, data: object, source: str = "recipe") -> Recipe:
@@ -592,6 +802,12 @@ class Recipe(Part):
 
         data, lines = read_yaml(path)
         return _from_dict(data, str(path), lines)
+
+
+def setting_names() -> list[str]:
+    """The names that `Recipe.but` takes: fields of a recipe and of its parts."""
+    parts = (Recipe, Model, Moe, Mla, Parallelism, Training, Optimizer, Memory, Lora)
+    return [f.name for part in parts for f in dataclasses.fields(part)]
 
 
 def _leaves(part: Part, prefix: str) -> Iterator[tuple[str, object, object]]:

@@ -7,6 +7,9 @@ from pathlib import Path
 
 from .errors import UserError
 
+_NUMBER = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+")
+"""A number of YAML 1.2 that PyYAML, which knows 1.1, takes as text."""
+
 
 def read_yaml(path: str | Path) -> tuple[object, dict[str, int]]:
     """The data of a YAML file of one document, and the line of each dotted key.
@@ -21,7 +24,7 @@ def read_yaml(path: str | Path) -> tuple[object, dict[str, int]]:
 
     def is_number(node: yaml.ScalarNode) -> bool:
         plain_text = node.tag == "tag:yaml.org,2002:str" and not node.style
-        return plain_text and re.fullmatch(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+", node.value) is not None
+        return plain_text and _NUMBER.fullmatch(node.value) is not None
 
     def visit(node: yaml.Node, key: str) -> None:
         if id(node) in visited:
@@ -61,3 +64,14 @@ def read_yaml(path: str | Path) -> tuple[object, dict[str, int]]:
     # PyYAML lets Python's own errors through: bytes that are not UTF-8, dates like 2024-99-99, `!!int ""`, deep nests.
     except (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not valid YAML: {error}") from None
+
+
+def to_yaml(data: object) -> str:
+    """Text that `read_yaml` reads back as the same data: what it takes as a number is quoted where it is text."""
+    import yaml
+
+    class Dumper(yaml.SafeDumper):
+        pass
+
+    Dumper.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"{_NUMBER.pattern}$"), list("-+0123456789"))
+    return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True)

@@ -92,7 +92,7 @@ def _accept_one(value: object, hint: Any) -> object:
         return value if any(type(value) is type(a) and value == a for a in arguments) else _WRONG
     if origin is tuple:
         items = [_accept(item, arguments[0]) for item in value] if isinstance(value, (list, tuple)) else [_WRONG]
-        return _WRONG if not items or _WRONG in items else tuple(items)
+        return _WRONG if _WRONG in items else tuple(items)
     if origin is not None:  # Mapping[str, str]
         if not isinstance(value, Mapping):
             return _WRONG
@@ -116,7 +116,9 @@ def _describe_one(hint: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(map(repr, arguments))
     if origin is tuple:
-        return "a list of 0 and 1"
+        items = alternatives(arguments[0])
+        literal = typing.get_args(items[0]) if typing.get_origin(items[0]) is Literal else ()
+        return f"a list of {', '.join(map(repr, literal)) or 'texts'}"
     if origin is not None:
         return "a mapping of names to text (numbers in quotes)"
     words = {

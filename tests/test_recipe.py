@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from pytest_mbmem.errors import UserError
 from pytest_mbmem.models import PRESETS
-from pytest_mbmem.recipe import Memory, Mla, Model, Moe, Optimizer, Parallelism, Recipe, Training
+from pytest_mbmem.recipe import Lora, Memory, Mla, Model, Moe, Optimizer, Parallelism, Recipe, Training
 from pytest_mbmem.validation import Part
 
 SMALL = Model(num_layers=4, hidden_size=512, num_attention_heads=8)
@@ -32,6 +32,7 @@ PARTS: dict[str, Part] = {
     "training.": Training(),
     "optimizer.": Optimizer(),
     "memory.": Memory(),
+    "lora.": Lora(),
     "": RECIPE,
 }
 FIELDS = [(prefix, f.name, f.type) for prefix, part in PARTS.items() for f in dataclasses.fields(part)]
@@ -87,6 +88,19 @@ def models(draw: st.DrawFn, tp: int = 1, layers: int | None = None, experts: boo
     )
 
 
+MEMORIES = [
+    Memory(),
+    Memory(alloc_conf="expandable_segments:True"),
+    Memory(alloc_conf="a:1, b:[256:1,>:4]"),
+    Memory(recompute_granularity="selective"),
+    Memory(recompute_granularity="selective", recompute_modules=()),
+    Memory(recompute_granularity="selective", recompute_modules=("core_attn", "layernorm")),
+    Memory(recompute_granularity="full", recompute_method="block", recompute_num_layers=1),
+    Memory(offload_modules=("core_attn",), min_offloaded_tensor_size=1),
+    Memory(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5),
+]
+
+
 @st.composite
 def recipes(draw: st.DrawFn) -> Recipe:
     tp, cp, ep, dp = (draw(st.sampled_from([1, 2, 4])) for _ in range(4))
@@ -120,7 +134,8 @@ def recipes(draw: st.DrawFn) -> Recipe:
             attention_backend="unfused" if precision == "fp32" else draw(st.sampled_from(["unfused", "flash"])),
         ),
         optimizer=Optimizer(lr=draw(st.floats(0, 1)), clip_grad=draw(st.integers(0, 9))),
-        memory=Memory(alloc_conf=draw(st.sampled_from(["", "expandable_segments:True", "a:1, b:[256:1,>:4]"]))),
+        memory=draw(st.sampled_from(MEMORIES)),
+        lora=draw(st.sampled_from([None, Lora(), Lora(rank=8, targets=("linear_fc1",))])),
         environment=draw(st.dictionaries(st.from_regex("[A-Z]{1,5}_X[0-9]?", fullmatch=True), TEXT, max_size=3)),
         name=draw(TEXT),
     )
@@ -209,9 +224,9 @@ def test_learned_positions_of_unknown_number_cannot_be_counted() -> None:
         _ = model.num_parameters
 
 
-def test_dense_recipes_can_be_measured_and_experts_and_mla_not_yet() -> None:
+def test_dense_recipes_experts_and_mla_can_be_measured() -> None:
     assert RECIPE.not_yet() == []
-    assert [r.split(":")[0] for r in RECIPE.but(model=PRESETS["deepseek-v3"]).not_yet()] == ["model.moe", "model.mla"]
+    assert RECIPE.but(model=PRESETS["deepseek-v3"]).not_yet() == []
 
 
 def test_context_parallelism_needs_flash_attention() -> None:
@@ -353,6 +368,11 @@ def test_yaml_shows_what_was_chosen() -> None:
         "  moe:\n    num_moe_experts: 4\n    moe_router_topk: 1\n"
         "parallelism:\n  tp: 2\n  sequence_parallel: true\noptimizer:\n  lr: 1.0e-05\nname: small\n"
     )
+
+
+def test_a_name_that_looks_like_a_number_stays_a_text(tmp_path: Path) -> None:
+    recipe = RECIPE.but(name="0E0")
+    assert Recipe.from_yaml(write(tmp_path, recipe.to_yaml())) == recipe
 
 
 def test_an_mla_of_defaults_is_kept() -> None:
@@ -548,7 +568,13 @@ WRONG: dict[str, list[object]] = {
     "_Share": [0, 0.0, 1.1, -1, math.nan, "1", True, None],
     "_Amount": [-1e-9, -1, math.nan, math.inf, "1e-4", True, None, 10**400],
     "Mapping[str, str]": [None, [], "A=1", {"A": 1}, {"A": None}, {1: "A"}, {"A": "two\nlines"}, [("A", "1")]],
-    "int | tuple[Literal[0, 1], ...]": [0, -1, True, "1", None, [], [2], [True, False], [0.0], {}, {0: 1}],
+    "_Positive | None": [0, 0.0, -1, math.nan, math.inf, "1", True, 10**400, []],
+    "_Overload": [0, 0.99, -1, math.nan, math.inf, "1.5", True, None],
+    "_Positive": [0, 0.0, -1, math.nan, math.inf, "1", True, None],
+    "int | tuple[Literal[0, 1], ...]": [0, -1, True, "1", None, [2], [True, False], [0.0], {}, {0: 1}],
+    "tuple[str, ...]": [None, 1, "core_attn", [1], ["two\nlines"], {}, {"core_attn": 1}],
+    "tuple[str, ...] | None": [1, "core_attn", [1], ["two\nlines"], {}, {"core_attn": 1}],
+    "tuple[LoraTarget, ...]": [None, 1, "linear_qkv", ["linear"], [1], {}],
 }
 
 
@@ -793,7 +819,7 @@ def test_an_unknown_change_is_refused_with_the_nearest_name() -> None:
 
 
 def test_a_change_of_experts_is_refused_where_there_are_none() -> None:
-    assert message_of(moe_router_topk=2) == "but(): moe_router_topk: the recipe's model has no such part"
+    assert message_of(moe_router_topk=2) == "but(): moe_router_topk: the recipe has no such part"
 
 
 def test_field_names_are_unique_across_parts() -> None:
@@ -838,3 +864,104 @@ def test_a_model_cannot_grow() -> None:
         UserError, match=r"^model\.shrunk\.hidden: 1024 is not a whole number from 1 to 512, the size now"
     ):
         SMALL.shrunk(hidden=1024)
+
+
+# Memory settings, experts, pipeline splits
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"recompute_modules": ["mlp"]}, "memory.recompute_modules: ['mlp'] needs recompute_granularity 'selective'"),
+        (
+            {"recompute_granularity": "full", "recompute_modules": ["mlp"]},
+            "memory.recompute_modules: ['mlp'] needs recompute_granularity 'selective', not 'full'",
+        ),
+        (
+            {"recompute_granularity": "selective", "recompute_modules": ["mlp", "moe", "mlp"]},
+            "memory.recompute_modules: ['mlp', 'moe', 'mlp'] names mlp twice",
+        ),
+        (
+            {"recompute_granularity": "full"},
+            "memory.recompute_method: is missing; recompute_granularity 'full' needs it",
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block"},
+            "memory.recompute_num_layers: is missing; recompute_granularity 'full' needs it",
+        ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0},
+            "memory.recompute_num_layers: 0 is not a whole number from 1",
+        ),
+        ({"recompute_num_layers": 1}, "memory.recompute_num_layers: 1 needs recompute_granularity 'full', not None"),
+        ({"distribute_saved_activations": True}, "memory.distribute_saved_activations: true needs recompute_gran"),
+        ({"cpu_offloading": True}, "memory.cpu_offloading_num_layers: is missing; cpu_offloading needs it"),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 0},
+            "memory.cpu_offloading_num_layers: 0 is not a whole number from 1",
+        ),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 4},
+            "memory.cpu_offloading_num_layers: 4 is not below model.num_layers (4)",
+        ),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "pp": 2},
+            "memory.cpu_offloading: true needs parallelism.pp 1, not 2",
+        ),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "recompute_granularity": "selective"},
+            "memory.cpu_offloading: true is not possible with recompute_granularity",
+        ),
+        (
+            {"cpu_offloading": True, "cpu_offloading_num_layers": 1, "cpu_offloading_activations": False},
+            "memory.cpu_offloading_activations: false, as cpu_offloading_weights: nothing is offloaded",
+        ),
+        ({"cpu_offloading_num_layers": 1}, "memory.cpu_offloading_num_layers: needs cpu_offloading: true"),
+        ({"optimizer_offload_fraction": 0.5}, "memory.optimizer_offload_fraction: 0.5 needs optimizer_cpu_offload"),
+        (
+            {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0},
+            "memory.optimizer_offload_fraction: 0 is not a number above 0, up to 1",
+        ),
+        ({"lora": Lora(), "targets": []}, "lora.targets: an empty list trains nothing"),
+        (
+            {"lora": Lora(), "targets": ["linear_qkv"] * 2},
+            "lora.targets: ['linear_qkv', 'linear_qkv'] names linear_qkv",
+        ),
+        ({"moe": Moe(num_moe_experts=4), "overload": 1.5}, "model.moe.overload: 1.5 needs parallelism.ep of 2 or more"),
+        (
+            {"moe": Moe(num_moe_experts=4), "overload": 2.5, "ep": 2, "dp": 2},
+            "model.moe.overload: 2.5 is more than 2, which is when every token goes to the first rank",
+        ),
+        (
+            {"moe": Moe(num_moe_experts=4, moe_router_topk=3), "overload": 1.5, "ep": 2, "dp": 2},
+            "model.moe.overload: 1.5 is more than 1.33333",
+        ),
+        (
+            {"moe": Moe(num_moe_experts=4), "moe_pad_expert_input_to_capacity": True},
+            "model.moe.moe_pad_expert_input_to_capacity: true needs moe_expert_capacity_factor",
+        ),
+        (
+            {"moe": Moe(num_moe_experts=4), "moe_shared_expert_overlap": True},
+            "model.moe.moe_shared_expert_overlap: true needs moe_shared_expert_intermediate_size",
+        ),
+        ({"num_layers_in_first_pipeline_stage": 1}, "parallelism.num_layers_in_first_pipeline_stage: 1 needs "),
+        (
+            {"pp": 2, "pipeline_model_parallel_layout": "Ett|ttL", "account_for_loss_in_pipeline_split": True},
+            "parallelism.account_for_loss_in_pipeline_split: is not possible with pipeline_model_parallel_layout",
+        ),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused_with_its_reason(changes: dict[str, Any], message: str) -> None:
+    assert message_of(**changes).startswith(message)
+
+
+def test_an_uneven_split_need_not_divide_the_layers() -> None:
+    assert RECIPE.but(pp=3, num_layers_in_first_pipeline_stage=2).parallelism.pp == 3
+    assert RECIPE.but(pp=3, pipeline_model_parallel_layout="Ett|t|tL").parallelism.pp == 3
+    assert "is not a multiple of" in message_of(pp=3)
+
+
+def test_an_empty_list_of_modules_is_a_choice() -> None:
+    empty = RECIPE.but(recompute_granularity="selective", recompute_modules=[])
+    assert empty.digest != RECIPE.but(recompute_granularity="selective").digest
+    assert Recipe.from_dict(empty.to_dict()) == empty

@@ -1,0 +1,56 @@
+"""The labels of the installed Megatron Core, against Megatron's own refusal of a wrong one."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pytest_mbmem import labels
+from pytest_mbmem.errors import UserError
+from pytest_mbmem.measure.launch import Launcher
+from pytest_mbmem.recipe import Recipe
+
+
+@pytest.mark.parametrize(
+    ("read", "changes"),
+    [
+        (labels.recompute_labels, {"recompute_granularity": "selective", "recompute_modules": ["nonsense"]}),
+        (labels.offload_labels, {"offload_modules": ["nonsense"]}),
+    ],
+)
+def test_labels_are_those_that_megatron_names_when_it_refuses_one(
+    read: object, changes: dict[str, object], launcher: Launcher, small_recipe: Recipe
+) -> None:
+    failure = launcher.measure(small_recipe.but(**changes)).failure
+    assert failure is not None
+    assert failure.kind == "refused"
+    allowed = failure.message.split("Allowed modules are: ")[1]
+    assert read() == tuple(sorted(ast.literal_eval(allowed)))  # type: ignore[operator]
+
+
+def test_reading_them_imports_nothing() -> None:
+    code = "import sys; from pytest_mbmem import labels; labels.recompute_labels(); "
+    code += "print([m for m in ('torch', 'megatron') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_a_version_that_hides_them_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "transformer_config.py"
+    source.write_text("allowed_modules = {'a'}\ninvalid = set(self.other) - allowed_modules\n")
+    monkeypatch.setattr(labels, "_config_source", lambda: source)
+    with pytest.raises(UserError, match=r"transformer_config\.py: the labels of recompute_modules are not where"):
+        labels.recompute_labels()
+
+
+def test_the_set_nearest_above_its_use_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "transformer_config.py"
+    source.write_text(
+        "allowed = {'b', 'a'}\nbad = set(self.recompute_modules) - allowed\n"
+        "allowed = {'c'}\nbad = set(self.offload_modules) - allowed\n"
+    )
+    monkeypatch.setattr(labels, "_config_source", lambda: source)
+    assert (labels.recompute_labels(), labels.offload_labels()) == (("a", "b"), ("c",))
