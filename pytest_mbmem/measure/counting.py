@@ -10,7 +10,7 @@ A dispatch mode changes how autograd accumulates gradients, so it never runs whe
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,12 +20,18 @@ from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-_GROUPS = {
+_GROUPS = {  # those with "e" are the experts'; where they span the same ranks as others they are groups of their own
     "tp": parallel_state.get_tensor_model_parallel_group,
     "pp": parallel_state.get_pipeline_model_parallel_group,
     "cp": parallel_state.get_context_parallel_group,
     "ep": parallel_state.get_expert_model_parallel_group,
+    "etp": parallel_state.get_expert_tensor_parallel_group,
+    "etp-ep": parallel_state.get_expert_tensor_and_model_parallel_group,
+    "etp-ep-pp": parallel_state.get_expert_tensor_model_pipeline_parallel_group,
     "dp": lambda: parallel_state.get_data_parallel_group(with_context_parallel=True),
+    "edp": parallel_state.get_expert_data_parallel_group,
+    "tp-cp": parallel_state.get_tensor_and_context_parallel_group,
+    "tp-cp-dp": lambda: parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True),
     "embedding": lambda: parallel_state.get_embedding_group(check_initialized=False),
     "model": parallel_state.get_model_parallel_group,
     "world": lambda: dist.group.WORLD,
@@ -82,11 +88,21 @@ class Counted:
     collective_bytes: dict[str, int]
 
 
+def _grouped_mm_flops(a: Sequence[int], b: Sequence[int], *_: Any, **__: Any) -> int:
+    """One product of [rows, inner] and [inner, columns] for each group; torch 2.14 has no formula of its own.
+
+    Of two matrices, and of one matrix and a stack, a dimension is cut into the groups: together they multiply once.
+    """
+    groups = a[0] if len(a) == len(b) == 3 else 1
+    return 2 * groups * a[-2] * a[-1] * b[-1]
+
+
 @contextmanager
 def counting() -> Iterator[Counted]:
     """Count matrix multiplications and attention (2 FLOPs a multiply-add, torch's formulas) and collectives."""
     counted = Counted()
-    with FlopCounterMode(display=False) as flops, _CollectiveBytes() as collectives:
+    own = {torch.ops.aten._grouped_mm: _grouped_mm_flops}
+    with FlopCounterMode(display=False, custom_mapping=own) as flops, _CollectiveBytes() as collectives:
         yield counted
     counted.flops = int(flops.get_total_flops())
     counted.collective_bytes = dict(sorted(collectives.bytes.items()))

@@ -7,12 +7,34 @@ from typing import Any
 import torch
 
 from ..measurement import METRICS, Metric, PhaseFigures
+from ..virtual_gpu.counters import read_counters
 
 
 def _figures(which: str) -> dict[Metric, int]:
     """ "current" or "peak" bytes of the current device, by metric."""
     statistics = torch.cuda.memory_stats_as_nested_dict()
     return {metric: int(statistics[f"{metric}_bytes"]["all"][which]) for metric in METRICS}
+
+
+def host_peak() -> int:
+    """Bytes of pinned host memory at their highest; PyTorch takes blocks of powers of two and keeps freed ones."""
+    return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
+
+
+def bytes_moved(virtual: bool) -> dict[str, int]:
+    """Bytes copied between the device and the host since the process started, whatever they were copied for.
+
+    Empty on a real GPU, whose driver does not count them.
+    """
+    if not virtual:
+        return {}
+    counters = read_counters(torch.cuda.current_device())
+    return {"to host": counters.bytes_to_host, "to device": counters.bytes_to_device}
+
+
+def _number_of_allocations() -> int:
+    """Calls for memory since the process started."""
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
 
 
 class PhaseRecorder:
@@ -25,10 +47,13 @@ class PhaseRecorder:
         self.current: tuple[int, str] | None = None
         self._figures: dict[tuple[int, str], tuple[dict[Metric, int], dict[Metric, int]]] = {}
         self._retained: dict[int, int] = {}
+        self._allocations: int | None = None
 
     def begin(self, step: int, phase: str) -> None:
         """End the phase before and begin this one."""
         self.end()
+        if step > 1 and self._allocations is None:
+            self._allocations = _number_of_allocations()
         self.current = (step, phase)
         if phase == "grad-sync":  # what is still there when the last backward is done
             self._retained[step] = torch.cuda.memory_allocated()
@@ -56,7 +81,9 @@ class PhaseRecorder:
         return {
             "phases": tuple(PhaseFigures(*key, *figures) for key, figures in self._figures.items()),
             "retained_after_backward": tuple(self._retained.values()),
+            "allocations": _number_of_allocations() if self._allocations is None else self._allocations,
             "allocation_retries": int(torch.cuda.memory_stats_as_nested_dict()["num_alloc_retries"]),
+            "host_peak": host_peak(),
         }
 
 

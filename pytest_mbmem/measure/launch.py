@@ -9,50 +9,25 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-import subprocess
-import sys
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, Pipe
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import virtual_gpu
 from ..errors import UserError
-from ..measurement import Device, Failure, FailureKind, Measurement, RankMeasurement
+from ..measurement import Device, Failure, Measurement, RankMeasurement
 from ..recipe import Recipe
 from ..virtual_gpu.build import ensure_driver
 from ..virtual_gpu.gpus import Gpu
+from . import adapters, effects
 from . import ranks as rank_choice
-from .ranks import Rank, Ranks
+from .ranks import Rank, Ranks, Work
+from .workers import CallResult, Workers
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """torch 2.9 ignored the new name for some settings and later ones warn about the old: both are always set."""
 
-_NOT_INHERITED = ("PYTORCH_", "TORCH", "CUBLAS", "CUDNN_", "CUDA_", "NVIDIA_", "NVTE_", "NCCL_")
-"""Prefixes of variables that can change what is allocated: a recipe states them, the caller's shell does not."""
 
-_INHERITED = ("CUDA_HOME", "CUDA_PATH", "TORCH_HOME")
-"""Folders, in spite of their prefix."""
-
-_START_SERVER = "import sys; sys.path[:] = sys.argv[2:]; from pytest_mbmem.measure.server import main; main()"
-"""With this process's module path, so that workers import what it would."""
-
-_START_TIMEOUT = 300.0  # seconds for a cold import of torch and Megatron
-
-
-@dataclass(frozen=True)
-class CallResult:
-    """How a call in a worker ended: `value` (plain data), or `failure` with a message; `output` is what it printed."""
-
-    value: Any = None
-    failure: FailureKind | None = None
-    message: str = ""
-    output: str = ""
-
-
-class Launcher:
+class Launcher(Workers):
     """Runs measurements on one kind of virtual GPU, each in a fork of a server that is started when first needed.
 
     Args:
@@ -65,13 +40,8 @@ class Launcher:
     """
 
     def __init__(self, gpu: Gpu, *, count: int = 1, timeout: float = 600.0, jobs: int | None = None) -> None:
-        self.gpu, self.count, self.timeout = gpu, count, timeout
-        shared_by = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-        self.jobs = jobs or max(1, len(os.sched_getaffinity(0)) // shared_by)
-        self._server: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._log: Any = None
-        self._next_id = 0
+        super().__init__(timeout=timeout, jobs=jobs)
+        self.gpu, self.count = gpu, count
 
     @property
     def device(self) -> Device:
@@ -80,74 +50,90 @@ class Launcher:
 
     def command_environment(self) -> dict[str, str]:
         """The environment of a process that sees the virtual GPU."""
-        environment = {
-            name: value
-            for name, value in os.environ.items()
-            if name in _INHERITED or not name.startswith(_NOT_INHERITED)
-        }
         preload = [ensure_driver().preload, os.environ.get("LD_PRELOAD", "")]
         return {
-            **environment,
+            **super().command_environment(),
             **virtual_gpu.environment(self.gpu, self.count),
             "LD_PRELOAD": ":".join(filter(None, preload)),
-            # Nothing here could run what these compile: fused functions run eagerly, and operators that torch 2.14 has
-            # in Triton as well take their ATen kernels.
-            "TORCHDYNAMO_DISABLE": "1",
-            "TORCH_DISABLE_NATIVE_JIT": "1",
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1",  # Megatron asks for it with tensor and context parallelism
         }
 
-    def measure(self, recipe: Recipe, *, ranks: Ranks = "distinct", count_flops: bool = True) -> Measurement:
+    def measure(
+        self, recipe: Recipe, *, ranks: Ranks = "distinct", count_flops: bool = True, check_effects: bool = True
+    ) -> Measurement:
         """Measure the recipe's ranks, alone and one process each.
 
-        What goes wrong in a worker is in the measurement's `failure`. Raises `UserError` when the recipe or `ranks`
+        With `check_effects`, a memory setting that changes nothing on any rank is a failure ("no effect"). What goes
+        wrong in a worker is in the measurement's `failure`. Raises `UserError` when the recipe or `ranks`
         cannot be measured at all.
         """
+        return self.measure_many([recipe], ranks=ranks, count_flops=count_flops, check_effects=check_effects)[0]
+
+    def measure_many(
+        self,
+        recipes: Sequence[Recipe],
+        *,
+        ranks: Ranks = "distinct",
+        count_flops: bool = True,
+        check_effects: bool = True,
+    ) -> list[Measurement]:
+        """Measure several recipes as `measure` does each, in the order of the recipes.
+
+        The workers of recipes that set the same environment run side by side.
+        """
+        jobs = [self._job(recipe, ranks, count_flops, check_effects) for recipe in recipes]
+        environments = [recipe_environment(recipe) for recipe in recipes]
+        results: dict[int, Measurement] = {}
+        while left := [index for index in range(len(recipes)) if index not in results]:
+            environment = environments[left[0]]
+            alike = [index for index in left if environments[index] == environment]
+            answers = iter(self.call_all([c for i in alike for c in jobs[i][0]], environment, self.timeout))
+            for index in alike:
+                calls, finish = jobs[index]
+                results[index] = finish([next(answers) for _ in calls])
+        return [results[index] for index in range(len(recipes))]
+
+    def _job(
+        self, recipe: Recipe, ranks: Ranks, count_flops: bool, check_effects: bool
+    ) -> tuple[list[tuple[str, dict[str, Any]]], Callable[[list[CallResult]], Measurement]]:
+        """The calls that measure the recipe, and what makes a measurement of their results."""
         check(recipe)
         chosen = rank_choice.chosen(recipe, ranks)
         common = {"recipe": recipe.to_dict(), "virtual": True}
-        environment = recipe_environment(recipe)
         calls = [
             ("measure_rank", {**common, "rank": r.rank, "coordinates": r.coordinates, "stands_for": r.stands_for})
             for r in chosen
         ]
-        # What a rank computes and sends depends on its pipeline stage alone, so one rank of each stage is counted.
-        stages = {r.coordinates["pp"]: r.rank for r in reversed(chosen)} if count_flops else {}
-        calls += [("count_rank", {**common, "rank": rank}) for rank in stages.values()]
-        results = self._call_all([(f"pytest_mbmem.measure.worker:{n}", a) for n, a in calls], environment, self.timeout)
-        counted = dict(zip(stages, results[len(chosen) :], strict=True))
-        return self._measurement(recipe, chosen, results[: len(chosen)], counted)
+        # Ranks with equal work compute and send the same, so one of them is counted.
+        workers = {r.work: r.rank for r in reversed(chosen)} if count_flops else {}
+        calls += [("count_rank", {**common, "rank": rank}) for rank in workers.values()]
+        # The effect of a setting depends on the pipeline stage alone.
+        probes = effects.probes(recipe) if check_effects else {}
+        probed = [
+            next(r for r in chosen if r.coordinates["pp"] == pp) for pp in {r.coordinates["pp"]: 0 for r in chosen}
+        ]
+        calls += [
+            ("count_allocations", {"recipe": probe.to_dict(), "rank": r.rank, "virtual": True})
+            for probe in probes.values()
+            for r in probed
+        ]
 
-    def call(
-        self,
-        target: str,
-        arguments: Mapping[str, Any],
-        *,
-        environment: Mapping[str, str] | None = None,
-        timeout: float | None = None,
-        cwd: Path | None = None,
-    ) -> CallResult:
-        """Call "module:function" with plain data as arguments in a worker of its own."""
-        return self._call_all([(target, arguments)], environment or {}, timeout or self.timeout, cwd)[0]
+        def finish(results: list[CallResult]) -> Measurement:
+            answers = iter(results)
+            measured = [next(answers) for _ in chosen]
+            counted = {work: next(answers) for work in workers}
+            without = {name: {r.rank: next(answers) for r in probed} for name in probes}
+            return self._measurement(recipe, chosen, measured, counted, without, check_effects)
 
-    def close(self) -> None:
-        """End the server and whatever still runs under it."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
-        if self._server is not None:
-            try:
-                self._server.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
-            self._server = None
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        return [(f"pytest_mbmem.measure.worker:{name}", arguments) for name, arguments in calls], finish
 
     def _measurement(
-        self, recipe: Recipe, chosen: list[Rank], measured: list[CallResult], counted: dict[int, CallResult]
+        self,
+        recipe: Recipe,
+        chosen: list[Rank],
+        measured: list[CallResult],
+        counted: dict[Work, CallResult],
+        without: dict[str, dict[int, CallResult]],
+        check_effects: bool,
     ) -> Measurement:
         ranks: list[RankMeasurement] = []
         failures: list[Failure] = []
@@ -162,12 +148,16 @@ class Launcher:
                 failures.append(Failure(**result.value["failure"]))
             if fields is None:
                 continue
-            counts = counted.get(rank.coordinates["pp"], CallResult(value={}))
+            counts = counted.get(rank.work, CallResult(value={}))
             if counts.failure is not None:
                 failures.append(_failure(counts, rank.rank, "while counting FLOPs: "))
             else:
                 fields.update(counts.value)
             ranks.append(RankMeasurement.from_json(fields))
+        if check_effects and not failures and (without_effect := adapters.regather_failure(ranks)):
+            failures.append(without_effect)
+        if not failures:
+            failures += effects.failures(ranks, {n: {r: c.value for r, c in w.items()} for n, w in without.items()})
         return Measurement(
             device=self.device,
             ranks=tuple(ranks),
@@ -176,78 +166,9 @@ class Launcher:
             world_size=recipe.world_size,
             environment=versions(),
             assumptions=tuple(dict.fromkeys(assumptions)),
+            notes=adapters.adapter_notes(ranks),
             failure=failures[0] if failures else None,
         )
-
-    def _call_all(
-        self,
-        calls: Sequence[tuple[str, Mapping[str, Any]]],
-        environment: Mapping[str, str],
-        timeout: float,
-        cwd: Path | None = None,
-    ) -> list[CallResult]:
-        """Results in the order of the calls, at most `jobs` of which run at a time."""
-        connection = self._connect()
-        waiting = list(enumerate(calls))
-        running: dict[int, int] = {}  # the request's number -> the call's index
-        results: dict[int, CallResult] = {}
-        try:
-            while waiting or running:
-                while waiting and len(running) < self.jobs:
-                    index, (target, arguments) = waiting.pop(0)
-                    self._next_id += 1
-                    running[self._next_id] = index
-                    connection.send(
-                        {
-                            "id": self._next_id,
-                            "target": target,
-                            "arguments": dict(arguments),
-                            "environment": dict(environment),
-                            "timeout": timeout,
-                            "cwd": cwd and str(cwd),
-                        }
-                    )
-                answer = connection.recv()
-                index = running.pop(answer.pop("id"))
-                results[index] = CallResult(**answer)
-        except (EOFError, OSError):
-            log = self._server_log()
-            self.close()
-            lost = CallResult(failure="died", message=f"the fork server ended unexpectedly\n{log}".strip())
-            return [results.get(i, lost) for i in range(len(calls))]
-        except BaseException:  # an interrupt leaves answers underway: the next call starts afresh
-            self.close()
-            raise
-        return [results[i] for i in range(len(calls))]
-
-    def _connect(self) -> Connection:
-        if self._connection is not None:
-            return self._connection
-        ours, theirs = Pipe()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
-        with theirs:
-            self._server = subprocess.Popen(
-                [sys.executable, "-c", _START_SERVER, str(theirs.fileno()), *sys.path],
-                env=self.command_environment(),
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-            )
-        self._connection = ours
-        ready = False
-        with contextlib.suppress(EOFError, OSError):
-            ready = ours.poll(_START_TIMEOUT) and ours.recv() == "ready"
-        if not ready:
-            log = self._server_log()
-            self.close()
-            raise UserError(f"the measuring process could not start (torch and megatron-core must import):\n{log}")
-        return ours
-
-    def _server_log(self) -> str:
-        self._log.seek(0)
-        return str(self._log.read()[-4000:].decode(errors="replace"))
 
 
 def check(recipe: Recipe) -> None:

@@ -7,27 +7,48 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import UserError
-from ..recipe import Parallelism, Recipe
+from ..recipe import Recipe
+from ..virtual_gpu import routing
 
 Ranks = Literal["distinct", "all"] | Sequence[int]
+
+Work = tuple[int, bool]
+"""What a rank computes and sends depends on this alone: its pipeline stage, and whether its experts receive most."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """One rank to measure: its coordinates in Megatron's order (tp fastest, then cp, dp, pp)."""
+    """One rank to measure.
+
+    `coordinates` are those of Megatron's order: tp fastest, then cp, dp, pp. A model with experts cuts the same ranks
+    of a stage once more, for its experts: etp fastest, then ep. "etp" is given where its size is not that of tp.
+    """
 
     rank: int
     coordinates: dict[str, int]
     stands_for: int = 1
+    is_hot: bool = True
+    """Whether no rank of its stage has experts that receive more tokens."""
+
+    @property
+    def work(self) -> Work:
+        """Ranks with equal work compute and send the same."""
+        return self.coordinates["pp"], self.is_hot
 
 
-def at(parallelism: Parallelism, rank: int, stands_for: int = 1) -> Rank:
+def at(recipe: Recipe, rank: int, stands_for: int = 1) -> Rank:
     """The rank of that number."""
+    split = recipe.parallelism
     coordinates, rest = {}, rank
     for name in ("tp", "cp", "dp", "pp"):
-        coordinates[name] = rest % getattr(parallelism, name)
-        rest //= getattr(parallelism, name)
-    return Rank(rank, coordinates, stands_for)
+        coordinates[name] = rest % getattr(split, name)
+        rest //= getattr(split, name)
+    if recipe.model.moe is not None:
+        if split.expert_tp != split.tp:
+            coordinates["etp"] = rank % split.expert_tp
+        coordinates["ep"] = rank // split.expert_tp % split.ep
+    shares = routing.shares(recipe)
+    return Rank(rank, coordinates, stands_for, is_hot=shares[coordinates.get("ep", 0)] == shares[0])
 
 
 def chosen(recipe: Recipe, ranks: Ranks) -> list[Rank]:
@@ -39,13 +60,17 @@ def chosen(recipe: Recipe, ranks: Ranks) -> list[Rank]:
     padding. The shards between have as many elements as the first, but cut the parameters elsewhere, and each piece is
     rounded up by the allocator: a rank stands for others that may differ by some MiB (up to 3 in the cases tried).
 
+    Experts are sharded over fewer ranks than the rest, so that more ranks hold one of their last shards. Where not all
+    ranks receive the same number of tokens (`routing.shares`), one of those that receive most is taken and one of the
+    others, which may differ among themselves by a token for each sending rank and expert.
+
     Raises `UserError` for a rank outside the job, one named twice, or none.
     """
-    parallelism, world = recipe.parallelism, recipe.world_size
+    world = recipe.world_size
     if ranks == "all":
-        return [at(parallelism, rank) for rank in range(world)]
+        return [at(recipe, rank) for rank in range(world)]
     if ranks == "distinct":
-        return _distinct(parallelism)
+        return _distinct(recipe)
     if isinstance(ranks, str) or not ranks or any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
         raise UserError(f'ranks={ranks!r}: allowed are "distinct", "all", or a list of rank numbers')
     for rank in ranks:
@@ -53,19 +78,28 @@ def chosen(recipe: Recipe, ranks: Ranks) -> list[Rank]:
             raise UserError(f"ranks: {rank} is not in the job, whose ranks are 0 to {world - 1}")
     if len(set(ranks)) != len(ranks):
         raise UserError(f"ranks={list(ranks)!r} names a rank twice")
-    return [at(parallelism, rank) for rank in sorted(ranks)]
+    return [at(recipe, rank) for rank in sorted(ranks)]
 
 
-def _distinct(parallelism: Parallelism) -> list[Rank]:
-    per_stage = parallelism.world_size // parallelism.pp
-    shards = parallelism.dp * parallelism.cp
-    result = []
-    for stage in range(parallelism.pp):
-        first = stage * per_stage
-        if parallelism.distributed_optimizer and shards > 1:
-            last = parallelism.tp  # ranks that share the last shard
-            result.append(at(parallelism, first, per_stage - last))
-            result.append(at(parallelism, first + per_stage - last, last))
-        else:
-            result.append(at(parallelism, first, per_stage))
-    return result
+def _distinct(recipe: Recipe) -> list[Rank]:
+    split = recipe.parallelism
+    per_stage = recipe.world_size // split.pp
+    shares = routing.shares(recipe)
+    # ranks that hold the same shard of the optimizer's state
+    sharers = {split.tp}
+    if recipe.model.moe is not None:
+        sharers.add(split.expert_tp * split.ep)
+    if not split.distributed_optimizer:
+        sharers = set()
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for rank in range(per_stage):  # of the first stage; those of the others are the same
+        is_hot = shares[rank // split.expert_tp % split.ep] == shares[0]
+        holds_last = (per_stage - same <= rank for same in sorted(sharers) if same < per_stage)
+        alike.setdefault((is_hot, *holds_last), []).append(rank)
+    # the one of each that loads the batch, where there is one
+    representatives = {min(ranks, key=lambda rank: (rank % split.tp, rank)): len(ranks) for ranks in alike.values()}
+    return [
+        at(recipe, stage * per_stage + rank, representatives[rank])
+        for stage in range(split.pp)
+        for rank in sorted(representatives)
+    ]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from ..measurement import Failure, RankMeasurement
-from ..megatron import stand_ins
-from ..megatron.model import live_model
+from ..errors import Refused, UserError
+from ..measurement import Adapter, Failure, RankMeasurement
+from ..megatron import lora, offload, stand_ins, te_equivalents
+from ..megatron.model import LiveModel, live_model
 from ..recipe import Recipe
+from ..virtual_gpu import routing
 from .counting import counting
-from .history import PhaseRecorder
+from .history import PhaseRecorder, bytes_moved
+from .retention import trace_model
 
 
 def measure_rank(
@@ -22,28 +28,37 @@ def measure_rank(
     torch.set_num_threads(1)  # kernels run on no core
     recorder = PhaseRecorder()
     failure = None
+    moved: dict[str, int] = {}
+    adapters: tuple[Adapter, ...] = ()
     try:
         _start_cuda(recipe)
         recorder.begin(0, "build")
-        model = live_model(Recipe.from_dict(recipe, "recipe"), rank, virtual=virtual)
+        model = _build(recipe, rank, virtual)
+        adapters = lora.adapters(model.chunks, model.recipe.lora) if model.recipe.lora else ()
         for _ in range(model.recipe.training.steps):
+            before = bytes_moved(virtual)
             model.step(recorder.begin)
+            moved = {way: count - before[way] for way, count in bytes_moved(virtual).items()}
     except torch.OutOfMemoryError as error:
         step, phase = recorder.current or (None, None)
         failure = Failure("out of memory", rank, str(error), step, phase)
-    except _RefusedSettings as error:
-        return {"rank": None, "failure": dataclasses.asdict(Failure("error", rank, str(error))), "assumptions": ()}
+    except (Refused, UserError) as error:
+        return {"rank": None, "failure": dataclasses.asdict(Failure("refused", rank, str(error))), "assumptions": ()}
     recorder.end()
-    result = RankMeasurement(rank=rank, coordinates=coordinates, stands_for=stands_for, **recorder.results())
+    figures = {**recorder.results(), "moved_bytes": moved, "adapters": adapters}
+    result = RankMeasurement(rank=rank, coordinates=coordinates, stands_for=stands_for, **figures)
     return {
         "rank": dataclasses.asdict(result),
         "failure": failure and dataclasses.asdict(failure),
-        "assumptions": stand_ins.ASSUMPTIONS if virtual else (),
+        "assumptions": _assumptions(Recipe.from_dict(recipe, "recipe"), virtual),
     }
 
 
-class _RefusedSettings(Exception):
-    """PyTorch does not take the recipe's allocator settings."""
+def _assumptions(recipe: Recipe, virtual: bool) -> tuple[str, ...]:
+    of_kernels = (*stand_ins.ASSUMPTIONS, *routing.assumptions(recipe)) if virtual else ()
+    if recipe.training.transformer_impl == "transformer_engine":
+        of_kernels += (te_equivalents.ASSUMPTION,)
+    return (*of_kernels, *offload.assumptions(recipe, virtual))
 
 
 def _start_cuda(recipe: dict[str, Any]) -> None:
@@ -56,7 +71,49 @@ def _start_cuda(recipe: dict[str, Any]) -> None:
         if not settings:
             raise
         reason = str(error).splitlines()[0]
-        raise _RefusedSettings(f"memory.alloc_conf: PyTorch refuses {settings!r}: {reason}") from None
+        raise Refused(f"memory.alloc_conf: PyTorch refuses {settings!r}: {reason}") from None
+
+
+def _build(recipe: dict[str, Any], rank: int, virtual: bool) -> LiveModel:
+    """The live model. Raises `Refused` where Megatron or this package refuses the settings while building."""
+    with refusals():
+        return live_model(Recipe.from_dict(recipe, "recipe"), rank, virtual=virtual)
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Around the building of a model: raise `Refused` for what Megatron or this package refuses there."""
+    try:
+        yield
+    except UserError as error:
+        raise Refused(str(error)) from None
+    except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
+        *_, innermost = traceback.walk_tb(error.__traceback__)
+        if not innermost[0].f_globals.get("__name__", "").startswith("megatron.core"):
+            raise
+        raise Refused(f"Megatron Core refuses it: {str(error) or type(error).__name__}") from None
+
+
+def trace_rank(recipe: dict[str, Any], rank: int, steps: int, virtual: bool) -> dict[str, Any]:
+    """Build rank `rank` and see what stays over `steps` steps beyond the first two.
+
+    Returns {"trace": a `growth.Trace` as plain data, "failure": None, "message": ""}, or why there is none.
+    """
+    torch.set_num_threads(1)  # kernels run on no core
+    try:
+        _start_cuda(recipe)
+        trace = trace_model(_build(recipe, rank, virtual), steps)
+    except torch.OutOfMemoryError as error:
+        return {"trace": None, "failure": "out of memory", "message": str(error)}
+    except Refused as error:
+        return {"trace": None, "failure": "refused", "message": str(error)}
+    return {"trace": dataclasses.asdict(trace), "failure": None, "message": ""}
+
+
+def count_allocations(recipe: dict[str, Any], rank: int, virtual: bool) -> int | None:
+    """Calls for memory up to the end of the first step of rank `rank`; None if it cannot run."""
+    measured = measure_rank(recipe, rank, {}, 1, virtual)
+    return None if measured["failure"] else int(measured["rank"]["allocations"])
 
 
 def count_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> dict[str, Any]:
@@ -67,10 +124,10 @@ def count_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> dict[str, An
     torch.set_num_threads(1)
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=5_000_000)
     try:
-        model = live_model(Recipe.from_dict(recipe, "recipe"), rank, virtual=virtual)
+        model = _build(recipe, rank, virtual)
         with counting() as counted:
             model.step()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, Refused):
         return {}
     trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     return {

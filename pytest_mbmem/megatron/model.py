@@ -20,13 +20,18 @@ from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 
 from ..recipe import Recipe
-from . import configs, layers, solo, stand_ins
+from ..virtual_gpu import assumptions
+from . import configs, layers, lora, offload, recompute, solo, stand_ins, te_equivalents
 
 OnPhase = Callable[[int, str], None]
 """Called with the step (from 1) and the phase that begins."""
+
+Batch = dict[str, torch.Tensor | None]
+"""The tensors of one microbatch by name: tokens, labels, loss_mask, attention_mask, position_ids."""
 
 
 def _ignore_phase(step: int, phase: str) -> None:
@@ -38,7 +43,8 @@ class LiveModel:
     """One rank's part of a recipe, built and ready to train.
 
     `chunks` are the model chunks of this rank's pipeline stage in their DistributedDataParallel wrappers, first chunk
-    first; `optimizer` is Megatron's mixed-precision optimizer over them.
+    first; `optimizer` is Megatron's mixed-precision optimizer over them. `load` gives the next microbatch of a chunk;
+    None: one without values, for devices that compute nothing with it.
     """
 
     recipe: Recipe
@@ -46,23 +52,24 @@ class LiveModel:
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     steps_done: int = 0
+    load: Callable[[Recipe, DistributedDataParallel], Batch] | None = None
 
-    def step(self, on_phase: OnPhase = _ignore_phase) -> None:
+    def step(self, on_phase: OnPhase = _ignore_phase) -> tuple[bool, float | None, int | None]:
         """One training step over the recipe's microbatches through Megatron's own schedule.
 
         Phases reported: forward (the step's beginning included) and backward of each microbatch, grad-sync,
         optimizer. Each lasts until the next begins, so that what the schedule receives in between belongs to the phase
-        before.
+        before. Returns what the optimizer does: whether parameters were updated, the gradients' norm, zeros counted.
         """
         training = self.recipe.training
         self.steps_done += 1
         on_phase(self.steps_done, "forward")
-        with self._reporting(partial(on_phase, self.steps_done)):
+        with self._reporting(partial(on_phase, self.steps_done)), recompute.explained(self.config):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             get_forward_backward_func()(
-                forward_step_func=partial(_forward_step, self.recipe),
+                forward_step_func=partial(_forward_step, self.recipe, self.load or _batch),
                 data_iterator=[None] * len(self.chunks) if len(self.chunks) > 1 else None,
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=self.recipe.num_microbatches,
@@ -71,7 +78,7 @@ class LiveModel:
                 forward_only=False,
             )
             on_phase(self.steps_done, "optimizer")
-            self.optimizer.step()
+            return self.optimizer.step()  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def _reporting(self, on_phase: Callable[[str], None]) -> Iterator[None]:
@@ -103,10 +110,15 @@ class LiveModel:
         """Free the model and leave Megatron's and torch's process groups. A second call does nothing."""
         if not self.is_open:
             return
+        for layer in [m for chunk in self.chunks for m in chunk.modules() if isinstance(m, MoELayer)]:
+            # It keeps the last microbatch's graph, which holds the model by its hooks: a cycle that gc cannot see.
+            layer.token_dispatcher = None
+        layers.forget_logged_losses()
         self.chunks.clear()
         self.config.no_sync_func = self.config.grad_sync_func = self.config.param_sync_func = None
         self.config.finalize_model_grads_func = self.config.grad_scale_func = None
         del self.optimizer
+        offload.forget_modules()
         parallel_state.destroy_model_parallel()
         parallel_state.destroy_global_memory_buffer()
         dist.destroy_process_group()
@@ -114,17 +126,36 @@ class LiveModel:
         torch.cuda.empty_cache()
 
 
-def live_model(recipe: Recipe, rank: int = 0, *, virtual: bool = True) -> LiveModel:
-    """Build rank `rank` of the recipe's job on the current CUDA device, alone (see `solo`)."""
+def live_model(
+    recipe: Recipe,
+    rank: int = 0,
+    *,
+    virtual: bool = True,
+    initialize: Callable[[Recipe, int], None] = solo.initialize,
+) -> LiveModel:
+    """Build rank `rank` of the recipe's job on the current CUDA device: alone (see `solo`), or as `initialize` has it."""
     if virtual:
         stand_ins.install()
+        offload.leave_out_host_values()
+    offload.install()
+    offload.check(recipe)
     torch.use_deterministic_algorithms(recipe.training.deterministic)
-    solo.initialize(recipe, rank)
+    initialize(recipe, rank)
     config = configs.transformer_config(recipe)
+    if virtual and recipe.model.moe is not None:
+        assumptions.install(config, recipe.model.moe.overload)
+    recompute.install()
+    recompute.check(config)
+    if config.transformer_impl == "transformer_engine":
+        te_equivalents.check(virtual)
+        te_equivalents.hold_workspace()
     chunks = _build_chunks(recipe, config)
     optimizer = get_megatron_optimizer(configs.optimizer_config(recipe), chunks, use_gloo_process_groups=False)
     if virtual:
         stand_ins.fuse(optimizer)
+    if recipe.memory.optimizer_cpu_offload:
+        # Built twice; the first is a reference cycle, with copies of parameters until Python happens to collect it.
+        gc.collect()
     config.grad_scale_func = optimizer.scale_loss
     _overlap(recipe, config, chunks)
     return LiveModel(recipe, config, chunks, optimizer)
@@ -145,8 +176,11 @@ def _build_chunks(recipe: Recipe, config: TransformerConfig) -> list[Distributed
             position_embedding_type=recipe.model.position_embedding_type,
             rotary_percent=recipe.model.rotary_percent,
             rotary_base=recipe.model.rotary_base,
+            mtp_block_spec=layers.mtp_spec(config, vp_stage),
             vp_stage=vp_stage,
         )
+        if recipe.lora is not None:
+            lora.attach(model, recipe.lora)
         chunks.append(model.cuda())
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, model) for model in chunks]
@@ -175,21 +209,35 @@ _HYBRID_CP = {"is_hybrid_cp": False} if "is_hybrid_cp" in signature(get_batch_on
 _on_this_cp_rank = partial(get_batch_on_this_cp_rank, **_HYBRID_CP)
 
 
-def _forward_step(recipe: Recipe, data_iterator: object, model: DistributedDataParallel) -> tuple[torch.Tensor, Any]:
-    batch = _on_this_cp_rank(_batch(recipe, model), cp_group=parallel_state.get_context_parallel_group())
-    output = model(batch["tokens"], batch["position_ids"], batch["attention_mask"], labels=batch["labels"])
+def _forward_step(
+    recipe: Recipe,
+    load: Callable[[Recipe, DistributedDataParallel], Batch],
+    data_iterator: object,
+    model: DistributedDataParallel,
+) -> tuple[torch.Tensor, Any]:
+    batch = _on_this_cp_rank(load(recipe, model), cp_group=parallel_state.get_context_parallel_group())
+    output = model(
+        batch["tokens"],
+        batch["position_ids"],
+        batch["attention_mask"],
+        labels=batch["labels"],
+        loss_mask=batch["loss_mask"],
+    )
     return output, partial(_loss, batch["loss_mask"])
 
 
-def _batch(recipe: Recipe, model: DistributedDataParallel) -> dict[str, torch.Tensor | None]:
+def _batch(recipe: Recipe, model: DistributedDataParallel) -> Batch:
     """The tensors of one microbatch that this rank holds in Megatron-LM's training loop.
 
     The first tensor-parallel rank loads all of them; the others receive those that their pipeline stage needs. Stages
-    in the middle have none. The attention mask is built by the data loader, except for flash attention.
+    in the middle have none; one with multi-token prediction, which embeds tokens and has losses, needs all of them. The
+    attention mask is built by the data loader, except for flash attention.
     """
     batch, sequence = recipe.training.micro_batch_size, recipe.training.seq_length
     stage = {"ignore_virtual": False, "vp_stage": get_attr_wrapped_model(model, "vp_stage")}
-    first, last = parallel_state.is_pipeline_first_stage(**stage), parallel_state.is_pipeline_last_stage(**stage)
+    mtp = get_attr_wrapped_model(model, "mtp_process")
+    first = mtp or parallel_state.is_pipeline_first_stage(**stage)
+    last = mtp or parallel_state.is_pipeline_last_stage(**stage)
     loads = parallel_state.get_tensor_model_parallel_rank() == 0 and (first or last)
     with_mask = recipe.training.attention_backend != "flash" and (first or last)
 

@@ -13,6 +13,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ..recipe import Recipe
 
+SEED = 1234
+"""Of parameters and dropout, Megatron-LM's default."""
+
 
 def _own_rank_group(self: parallel_state.RankGenerator, token: str) -> list[list[int]]:
     """The ranks that differ from this one only in the dimensions of `token`, as the only group."""
@@ -32,13 +35,21 @@ def _same_object_from_all(object_list: list[object], obj: object, *_: object, **
 
 def initialize(recipe: Recipe, rank: int) -> None:
     """Make this process rank `rank` of the recipe's job and set Megatron's parallel state up for it."""
-    p = recipe.parallelism
     # The fake group leaves gathered objects untouched; the ranks of a job gather equal ones here (torch 2.11+).
     dist.all_gather_object = _same_object_from_all  # type: ignore[assignment]
     # Megatron lists every group of the job; a solo rank needs its own, or 100,000 ranks cost minutes (core 0.16).
     parallel_state.RankGenerator.get_ranks = _own_rank_group
     dist.init_process_group("fake", rank=rank, world_size=recipe.world_size, store=FakeStore())
     torch.cuda.set_device(0)
+    model_parallel(recipe)
+    # Megatron collects this group from those of all ranks; with one optimizer instance it is the whole job.
+    parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = dist.group.WORLD
+    model_parallel_cuda_manual_seed(SEED)
+
+
+def model_parallel(recipe: Recipe) -> None:
+    """Megatron's own groups of the recipe, in an initialized job."""
+    p = recipe.parallelism
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
         pipeline_model_parallel_size=p.pp,
@@ -48,6 +59,3 @@ def initialize(recipe: Recipe, rank: int) -> None:
         expert_tensor_parallel_size=p.etp,
         create_gloo_process_groups=False,
     )
-    # Megatron collects this group from those of all ranks; with one optimizer instance it is the whole job.
-    parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = dist.group.WORLD
-    model_parallel_cuda_manual_seed(1234)

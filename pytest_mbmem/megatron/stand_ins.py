@@ -8,20 +8,27 @@ Each allocates what the original allocates and leaves the arithmetic out, which 
 - The multi-tensor L2 norm of Transformer Engine and Apex (one fp32 value on the device), used for gradient clipping.
 - The fused Adam and SGD of Transformer Engine and Apex: torch's own with `fused=True`, which like them hold their state
   and no temporaries. Known deviation: torch's Adam keeps a step counter of 512 bytes a parameter on the device.
-- Bias-GELU and SwiGLU, which torch.compile fuses into one kernel (`jit_fuser` in core 0.16): one result, no
-  temporaries. Run eagerly they leave holes in the allocator's cache that move the resting figure by up to 2 MiB.
+- Bias-GELU and SwiGLU, that of experts with its token weights too, which torch.compile fuses into one kernel
+  (`jit_fuser` in core 0.16): one result, no temporaries. Run eagerly they leave holes in the allocator's cache that
+  move the resting figure by up to 2 MiB, and those of experts take several times their result in fp32.
+- The gradient of Megatron's fused cross entropy: compiled, it works on a copy of the fp32 probabilities, which run
+  eagerly it changes in place (the code that torch.compile 2.14 generates has this copy, and so has the published peak).
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import megatron.core.optimizer.clip_grads as clip_grads
 import torch
-from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu
+from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu, fused_cross_entropy
+from megatron.core.optimizer import optimizer
+
+from ..virtual_gpu.answers import answer_read, exactly_taken
 
 ASSUMPTIONS = (
     "stand-ins of equal size: fused softmax, bias-GELU, SwiGLU and multi-tensor L2 norm, torch's fused Adam and SGD",
@@ -55,6 +62,29 @@ def _half_width(y: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return y.new_empty((*y.shape[:-1], y.size(-1) // 2))
 
 
+def _weighted_swiglu_back(
+    grad: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(y), torch.empty_like(weights)
+
+
+def _cross_entropy_gradient(softmax: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    copy = torch.empty_like(softmax)
+    return torch.empty_like(copy, dtype=torch.bfloat16)  # whatever the precision, as in core 0.16
+
+
+def _answering_norm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Megatron's gradient norm with its read from the device answered: what memory held before may be no number."""
+
+    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
+        with exactly_taken("get_grad_norm_fp32"):
+            answer_read(bytes(torch.float.itemsize))
+            return original(*args, **kwargs)
+
+    return get_grad_norm_fp32
+
+
+@functools.cache
 def install() -> None:
     """Put the stand-ins where Megatron looks for the originals. Once per process."""
     for name in _SOFTMAX_EXTENSIONS:
@@ -62,12 +92,15 @@ def install() -> None:
     clip_grads.multi_tensor_applier = _multi_tensor_l2_norm
     fused_bias_gelu.bias_gelu = lambda bias, y: torch.empty_like(y)
     fused_bias_gelu.bias_gelu_back = lambda grad, bias, y: torch.empty_like(y)
-    fused_bias_swiglu.swiglu = fused_bias_swiglu.bias_swiglu = _half_width
+    fused_bias_swiglu.swiglu = fused_bias_swiglu.bias_swiglu = fused_bias_swiglu.weighted_swiglu = _half_width
     fused_bias_swiglu.swiglu_back = fused_bias_swiglu.bias_swiglu_back = lambda grad, y, *_: torch.empty_like(y)
+    fused_bias_swiglu.weighted_swiglu_back = _weighted_swiglu_back
+    fused_cross_entropy.calculate_gradients = _cross_entropy_gradient
+    optimizer.get_grad_norm_fp32 = _answering_norm(optimizer.get_grad_norm_fp32)
 
 
-def fuse(optimizer: Any) -> None:
+def fuse(megatron_optimizer: Any) -> None:
     """Have torch's optimizers inside of Megatron's take the path of one fused kernel, before their first step."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer]):
         for group in part.optimizer.param_groups if part.optimizer is not None else []:
             group.update(fused=True, foreach=False)

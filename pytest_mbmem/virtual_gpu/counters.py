@@ -19,6 +19,8 @@ class Counters:
     bytes_used: int  # without the context
     bytes_peak: int
     zero_reads: int  # copies to the host that brought zeros alone: most likely what a kernel would have computed
+    bytes_to_host: int  # that copies moved from the device
+    bytes_to_device: int
 
 
 class _Counters(ctypes.Structure):  # vgpu_counters in driver/virtual_gpu.h

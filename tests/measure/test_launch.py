@@ -168,3 +168,9 @@ def test_a_recipe_that_cannot_be_measured_yet_is_refused_before_anything_starts(
     with pytest.raises(UserError, match="cannot be measured yet"):
         launcher.measure(small_recipe.but(model=preset("mixtral-8x7b")))
     assert launcher._server is None
+
+
+def test_several_recipes_are_measured_as_each_alone(launcher: Launcher, small_recipe: Recipe) -> None:
+    recipes = [small_recipe, small_recipe.but(alloc_conf="expandable_segments:True"), small_recipe.but(seq_length=64)]
+    assert launcher.measure_many(recipes) == [launcher.measure(recipe) for recipe in recipes]
+    assert launcher.measure_many([]) == []

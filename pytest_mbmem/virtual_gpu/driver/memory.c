@@ -526,6 +526,12 @@ int vgpu_set_access(uint64_t address, uint64_t bytes) {
 
 /* --- copies ------------------------------------------------------------------------------------------------------- */
 
+/* Of a live address. */
+static struct device *device_at(uint64_t address) {
+    if (address >= MAPPED_WINDOW) return &devices[containing(&mappings, address)->memory->device];
+    return &devices[(address - FIRST_WINDOW) / DEVICE_WINDOW];
+}
+
 static int is_live(uint64_t address, uint64_t bytes) {
     if (address >= MAPPED_WINDOW) return covered(&mappings, address, bytes);
     const struct device *d = &devices[(address - FIRST_WINDOW) / DEVICE_WINDOW];
@@ -569,15 +575,72 @@ static int all_zero(const unsigned char *bytes, uint64_t count) {
     return 1;
 }
 
+/* Answers to reads, in the order in which they were given. */
+typedef struct answer {
+    struct answer *next;
+    uint64_t from, count; /* from: 0 for any address */
+    unsigned char bytes[];
+} answer;
+static answer *first_answer, **end_of_answers = &first_answer;
+static uint64_t answers_left;
+
+static int take_answer(uint64_t to, uint64_t from, uint64_t count) {
+    for (answer **at = &first_answer; *at; at = &(*at)->next) {
+        answer *a = *at;
+        if (a->count != count || (a->from && a->from != from)) continue;
+        memcpy((void *)to, a->bytes, count);
+        *at = a->next;
+        if (!a->next) end_of_answers = at;
+        free(a);
+        answers_left--;
+        return 1;
+    }
+    return 0;
+}
+
+void vgpu_answer_read(const void *from, const void *bytes, uint64_t count) {
+    answer *a = malloc(sizeof *a + count);
+    if (!a) abort();
+    *a = (answer){.from = (uint64_t)from, .count = count};
+    memcpy(a->bytes, bytes, count);
+    lock_all();
+    *end_of_answers = a;
+    end_of_answers = &a->next;
+    answers_left++;
+    unlock_all();
+}
+
+uint64_t vgpu_answers_left(void) {
+    lock_all();
+    uint64_t left_over = answers_left;
+    unlock_all();
+    return left_over;
+}
+
+void vgpu_forget_answers(void) {
+    lock_all();
+    for (answer *next; first_answer; first_answer = next) {
+        next = first_answer->next;
+        free(first_answer);
+    }
+    end_of_answers = &first_answer;
+    answers_left = 0;
+    unlock_all();
+}
+
 static int copy_locked(uint64_t to, uint64_t from, uint64_t bytes, uint64_t transfer) {
     int to_device = on_device(to), from_device = on_device(from);
     if ((to_device && !is_live(to, bytes)) || (from_device && !is_live(from, bytes))) return VGPU_INVALID_VALUE;
+    if (to_device && !from_device) device_at(to)->counters.bytes_to_device += bytes;
+    if (from_device && !to_device) device_at(from)->counters.bytes_to_host += bytes;
     if (!to_device && !from_device) {
         memmove((void *)to, (const void *)from, bytes);
     } else if (!to_device) {
-        device_to_host(to, from, bytes);
-        int device = vgpu_current_device();
-        if (all_zero((const unsigned char *)to, bytes)) devices[device < 0 ? 0 : device].counters.zero_reads++;
+        if (!take_answer(to, from, bytes)) {
+            device_to_host(to, from, bytes);
+            int device = vgpu_current_device();
+            if (all_zero((const unsigned char *)to, bytes)) devices[device < 0 ? 0 : device].counters.zero_reads++;
+        }
     } else if (transfer > VGPU_CARRIED_BYTES || !window_of(to)->written ||
                (from_device && !any_written(from, bytes))) {
         zero_device(to, bytes);

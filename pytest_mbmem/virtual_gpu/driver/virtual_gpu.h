@@ -117,8 +117,15 @@ typedef struct { /* counters.py reads this structure: keep both in step */
     uint64_t allocations, frees, failed_allocations; /* of device memory: cudaMalloc, cuMemCreate, growth of a pool */
     uint64_t bytes_used, bytes_peak;                 /* without the context */
     uint64_t zero_reads; /* copies to the host that brought zeros alone: most likely what a kernel would have computed */
+    uint64_t bytes_to_host, bytes_to_device;         /* that copies moved between the device and host memory */
 } vgpu_counters;
 int vgpu_read_counters(int device, vgpu_counters *counters);
+
+/* What a kernel would have computed, stated by the host: the next copy of exactly `count` bytes from the device address
+ * `from` (NULL: from any) to the host brings these bytes instead. First given, first taken; each is taken once. */
+void vgpu_answer_read(const void *from, const void *bytes, uint64_t count);
+uint64_t vgpu_answers_left(void);  /* given and not yet taken */
+void vgpu_forget_answers(void);
 
 /* --- objects.c: the calling thread's device, streams, events, kernels --------------------------------------------- */
 

@@ -1,0 +1,68 @@
+"""Memory settings that were asked for and change nothing.
+
+A setting has an effect on a rank if the rank allocates differently without it: the number of calls for memory up to the
+end of the first step is compared between the recipe and the same recipe without that one setting. So nothing needs to
+be known of how Megatron applies it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..errors import UserError
+from ..measurement import Failure, RankMeasurement
+from ..recipe import Memory, Recipe
+
+_WITHOUT_RECOMPUTE = dict.fromkeys(
+    ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
+) | {"distribute_saved_activations": False}
+_WITHOUT_LAYER_OFFLOAD = {
+    "cpu_offloading": False,
+    "cpu_offloading_num_layers": None,
+    "cpu_offloading_activations": True,
+    "cpu_offloading_weights": False,
+}
+
+
+def probes(recipe: Recipe) -> dict[str, Recipe]:
+    """Each memory setting that should change something -> one step of the recipe without it."""
+    found = {}
+    for name, changes in _settings(recipe.memory):
+        with contextlib.suppress(UserError):  # one that another setting needs cannot be left out alone
+            found[name] = recipe.but(**{**changes, "steps": 1})
+    return found
+
+
+def _settings(memory: Memory) -> Iterator[tuple[str, dict[str, object]]]:
+    if memory.recompute_granularity == "full":
+        yield "memory.recompute_granularity 'full'", _WITHOUT_RECOMPUTE
+    elif memory.recompute_granularity == "selective" and memory.recompute_modules is None:
+        yield "memory.recompute_granularity 'selective' (core_attn)", {**_WITHOUT_RECOMPUTE}
+    for label in memory.recompute_modules or ():
+        rest = tuple(other for other in memory.recompute_modules or () if other != label)
+        yield f"memory.recompute_modules {label!r}", {"recompute_modules": rest}
+    if memory.distribute_saved_activations:
+        yield "memory.distribute_saved_activations", {"distribute_saved_activations": False}
+    if memory.cpu_offloading:
+        yield "memory.cpu_offloading", _WITHOUT_LAYER_OFFLOAD
+    for label in memory.offload_modules:
+        rest = tuple(other for other in memory.offload_modules if other != label)
+        yield f"memory.offload_modules {label!r}", {"offload_modules": rest}
+    if memory.optimizer_cpu_offload:
+        without = {"optimizer_cpu_offload": False, "optimizer_offload_fraction": 1.0}
+        yield "memory.optimizer_cpu_offload", {**without, "overlap_cpu_optimizer_d2h_h2d": False}
+
+
+def failures(ranks: Sequence[RankMeasurement], without: Mapping[str, Mapping[int, int | None]]) -> list[Failure]:
+    """One for the settings that left every probed rank as it was; `without` has each rank's allocations by setting.
+
+    None stands for a rank that could not run without the setting: so it has an effect.
+    """
+    allocations = {rank.rank: rank.allocations for rank in ranks}
+    idle = [name for name, found in without.items() if all(allocations.get(r) == n for r, n in found.items())]
+    if not idle:
+        return []
+    where = "the measured ranks" if len(ranks) > 1 else f"rank {ranks[0].rank}"
+    message = f"{', '.join(idle)}: without it {where} allocate{'' if len(ranks) > 1 else 's'} exactly the same; "
+    return [Failure("no effect", ranks[0].rank, f"{message}the model has nothing there for it to act on")]

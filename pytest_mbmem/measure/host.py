@@ -1,0 +1,387 @@
+"""Host runs: a recipe, shrunk to what a CPU does in a second or two, with real numbers on all its ranks.
+
+Losses, gradients and parameters are real, memory is another machine's: nothing here is compared with what a GPU or a
+virtual GPU measures. Runs in the pytest process, so it imports neither torch nor Megatron; any build of torch will do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..compare import MEMORY_SETTINGS, differences_lines
+from ..errors import UserError
+from ..measurement import Device, Failure, HostStep, Measurement
+from ..recipe import Memory, Model, Parallelism, Recipe, Training
+from ..validation import BadKey, show
+from . import launch
+from .ranks import Ranks
+from .workers import CallResult, Workers
+
+NOT_GATED = "host: memory is not gated"
+
+DEVICE = Device(
+    key="host",
+    name="the host's CPU",
+    capacity=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+    virtual=False,
+)
+
+Precision = Literal["fp32", "bf16"]
+
+TOLERANCE: Mapping[Precision, float] = {"fp32": 1e-5, "bf16": 2e-2}
+"""Largest relative error of a tensor (see `ParityRow.error`) that is still rounding.
+
+Recompute and offload repeat the same operations on the same numbers and usually differ by nothing at all. A setting that
+sums in another order differs by rounding: 6e-8 a sum in fp32, which grows with the square root of its length and with
+depth (1e-6 at this size), and 4e-3 a stored value in bf16. Ten and five times that still finds a dropout mask that is not
+replayed, a gradient that is counted twice or left out, and a factor that is wrong by more than a percent or two.
+"""
+
+_MOST_RANKS = 8  # processes at a time
+
+_TRAIN, _PARITY = (f"pytest_mbmem.measure.host_worker:{name}" for name in ("train", "parity"))
+
+
+# Shrinking ------------------------------------------------------------------------------------------------------------
+
+
+def shrunk(recipe: Recipe, precision: Precision | None = None, microbatches: int = 2) -> Recipe:
+    """The recipe at the size of a host run. Sizes that are smaller already stay.
+
+    Kept: the make of the model, which kinds of parallelism and memory settings there are, the optimizer and the steps.
+    Two ranks of each kind of parallelism that has more than one, data parallelism given up where that makes more than 8;
+    two layers a model chunk, evenly split; hidden size 128, 4 heads, 2 key/value groups, 8 experts of which a token
+    visits 2, a vocabulary of 250, 64 tokens; at most `microbatches` microbatches of at most 2 samples. Kernels that only
+    a GPU has are left out (fused softmax, and flash attention without context parallelism), fp16 runs as bf16, and so do
+    settings of the CUDA allocator.
+
+    Raises `UserError` where that is not possible.
+    """
+    parallelism = _shrunk_parallelism(recipe.parallelism)
+    per_chunk = _layers_per_chunk(recipe)
+    layers = parallelism.pp * (parallelism.vpp or 1) * min(per_chunk, 2)
+    try:
+        return dataclasses.replace(
+            recipe,
+            model=_shrunk_model(recipe.model, layers, parallelism),
+            parallelism=parallelism,
+            training=_shrunk_training(recipe, parallelism, precision, microbatches),
+            memory=_shrunk_memory(recipe.memory, per_chunk),
+            lora=recipe.lora and dataclasses.replace(recipe.lora, rank=min(recipe.lora.rank, 8)),
+        )
+    except BadKey as error:
+        raise UserError(f"the recipe cannot be shrunk for the host: {error}") from None
+
+
+def _shrunk_parallelism(given: Parallelism) -> Parallelism:
+    sizes: dict[str, Any] = {name: min(2, getattr(given, name)) for name in ("tp", "pp", "cp", "dp", "ep")}
+    if sizes["tp"] * sizes["pp"] * sizes["cp"] * sizes["dp"] > _MOST_RANKS:
+        sizes["dp"] = 1
+    if sizes["tp"] * sizes["cp"] * sizes["dp"] % (min(2, given.expert_tp) * sizes["ep"]):
+        sizes["ep"] = 1
+    even = Parallelism()
+    return dataclasses.replace(
+        given,
+        **sizes,
+        vpp=given.vpp and 2,
+        etp=given.etp and min(2, given.etp),
+        num_layers_in_first_pipeline_stage=None,
+        num_layers_in_last_pipeline_stage=None,
+        account_for_embedding_in_pipeline_split=even.account_for_embedding_in_pipeline_split,
+        account_for_loss_in_pipeline_split=even.account_for_loss_in_pipeline_split,
+        pipeline_model_parallel_layout=even.pipeline_model_parallel_layout,
+    )
+
+
+def _layers_per_chunk(recipe: Recipe) -> int:
+    return max(1, recipe.model.num_layers // (recipe.parallelism.pp * (recipe.parallelism.vpp or 1)))
+
+
+def _shrunk_model(model: Model, layers: int, parallelism: Parallelism) -> Model:
+    heads = 4 if model.num_attention_heads >= 4 else parallelism.tp
+    groups = model.num_query_groups and min(model.num_query_groups, 2 if model.query_groups > 1 else 1)
+    if model.num_query_groups == model.num_attention_heads:
+        groups = heads
+    moe, mla = model.moe, model.mla
+    model = model.shrunk(layers=min(layers, model.num_layers))
+    if moe is not None:
+        moe = dataclasses.replace(
+            moe,
+            moe_layer_freq=model.moe.moe_layer_freq if model.moe is not None else 1,  # thinned out with the layers
+            num_moe_experts=min(moe.num_moe_experts, 8),
+            moe_router_topk=min(moe.moe_router_topk, 2),
+            moe_ffn_hidden_size=moe.moe_ffn_hidden_size and 64,
+            moe_shared_expert_intermediate_size=moe.moe_shared_expert_intermediate_size and 64,
+            overload=1.0,  # real tokens choose their experts
+        )
+    if mla is not None:
+        mla = dataclasses.replace(
+            mla,
+            q_lora_rank=mla.q_lora_rank and 32,
+            kv_lora_rank=32,
+            qk_head_dim=16,
+            qk_pos_emb_head_dim=8,
+            v_head_dim=16,
+        )
+    return dataclasses.replace(
+        model,
+        num_layers=layers,
+        hidden_size=128,
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=model.kv_channels and 16,
+        ffn_hidden_size=model.ffn_hidden_size and 256,
+        vocab_size=min(model.vocab_size, 250),
+        make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 128),
+        max_position_embeddings=model.max_position_embeddings and min(model.max_position_embeddings, 64),
+        mtp_num_layers=model.mtp_num_layers and 1,
+        moe=moe,
+        mla=mla,
+    )
+
+
+def _shrunk_training(
+    recipe: Recipe, parallelism: Parallelism, precision: Precision | None, microbatches: int
+) -> Training:
+    training = recipe.training
+    samples = min(training.micro_batch_size, 2)
+    kept: Any = precision or ("fp32" if training.precision == "fp32" else "bf16")
+    flash = training.attention_backend == "flash" and parallelism.cp > 1
+    if flash and kept == "fp32":
+        raise UserError(
+            "parallelism.cp: context parallelism needs flash attention, which has no fp32; "
+            'leave fp32 out: precisions=("bf16",)'
+        )
+    return dataclasses.replace(
+        training,
+        micro_batch_size=samples,
+        global_batch_size=samples * parallelism.dp * microbatches,
+        seq_length=min(training.seq_length, 64),
+        precision=kept,
+        main_grads=training.main_grads if kept == "bf16" else "fp32",
+        attention_backend="flash" if flash else "unfused",
+        masked_softmax_fusion=False,
+    )
+
+
+def _shrunk_memory(memory: Memory, per_chunk: int) -> Memory:
+    """`per_chunk`: layers of a model chunk before shrinking, which leaves one or two."""
+    few, number = min(per_chunk, 2), memory.recompute_num_layers
+    if number is not None:
+        some = number < per_chunk if memory.recompute_method == "block" else number == 1
+        number = 1 if some else few
+    return dataclasses.replace(
+        memory,
+        alloc_conf="",
+        recompute_num_layers=number,
+        cpu_offloading_num_layers=memory.cpu_offloading_num_layers and 1,
+        min_offloaded_tensor_size=1 if memory.offload_modules else memory.min_offloaded_tensor_size,
+    )
+
+
+def _how(recipe: Recipe, small: Recipe) -> str:
+    """What shrinking changed."""
+    changed = [f"{key} {show(was)} -> {show(now)}" for key, (was, now) in recipe.differences(small).items()]
+    return f"shrunk for the host: {', '.join(changed)}" if changed else "not shrunk: it has the host's size"
+
+
+# Parity ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """All tensors of one kind of the control and the candidate, in one precision."""
+
+    precision: Precision
+    kind: str  # "output", "input gradient", "weight gradient", "main_grad", "updated parameter"
+    tensors: int  # over all ranks and microbatches
+    equal: int  # of them to the last bit
+    zero: int  # of the equal ones are zero on both sides and so say nothing
+    error: float  # largest absolute difference over the control's largest absolute value, of the worst tensor
+    name: str  # of the worst tensor
+    rank: int  # on which it is
+    remark: str = ""  # why its error is infinite
+
+    @property
+    def tolerance(self) -> float:
+        """What the error may be."""
+        return TOLERANCE[self.precision]
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance, and anything was compared."""
+        return self.error <= self.tolerance and self.zero < self.tensors
+
+    def explain(self) -> str:
+        """What is wrong with it, on one line."""
+        if self.zero == self.tensors:
+            return (
+                f"{self.precision} {self.kind}: all {self.tensors} tensors are zero on both sides: nothing is compared"
+            )
+        error = f"relative error {self.error:.2g}" + (f" ({self.remark})" if self.remark else "")
+        allowed = f"tolerance {self.tolerance:g}"
+        return f"{self.precision} {self.kind}: {error}, {allowed}: {self.name} on rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A candidate whose numbers were compared with its control's."""
+
+    differences: Mapping[str, tuple[Any, Any]]  # the settings under test: key -> (the control's, the candidate's)
+    ranks: int  # processes of each side
+    shrunk: str  # how both were made smaller
+    rows: tuple[ParityRow, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all rows are within their tolerance."""
+        return bool(self.rows) and all(row.passed for row in self.rows)
+
+    def error(self, kind: str | None = None, precision: Precision | None = None) -> float:
+        """The largest relative error, of all rows or of those of a kind and a precision. Raises `UserError` for none."""
+        chosen = [r for r in self.rows if kind in (None, r.kind) and precision in (None, r.precision)]
+        if not chosen:
+            have = ", ".join(dict.fromkeys(f"{row.precision} {row.kind}" for row in self.rows))
+            raise UserError(f"kind={kind!r}, precision={precision!r}: nothing was compared; there are {have}")
+        return max(row.error for row in chosen)
+
+    def table(self) -> str:
+        """All rows, aligned."""
+        head = ["", "tensors", "equal", "largest error", "tolerance"]
+        cells = [
+            [f"{r.precision} {r.kind}", str(r.tensors), str(r.equal), f"{r.error:.2g}", f"{r.tolerance:g}"]
+            for r in self.rows
+        ]
+        widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
+        lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, *cells)]
+        return "\n".join("  ".join(line) for line in lines)
+
+    def explain(self) -> str:
+        """The settings under test, what is wrong, the table and how small it was."""
+        wrong = [row.explain() for row in self.rows if not row.passed]
+        return "\n".join(
+            [
+                "control -> candidate: " + "; ".join(differences_lines(self.differences)),
+                *wrong,
+                "",
+                self.table(),
+                f"on {self.ranks} rank{'s' if self.ranks > 1 else ''}; {self.shrunk}",
+            ]
+        )
+
+
+# Running --------------------------------------------------------------------------------------------------------------
+
+
+class HostLauncher(Workers):
+    """Runs recipes on the host's CPU. Needs no GPU, no driver and no CUDA build of torch.
+
+    Args:
+        timeout: seconds that one run of all ranks may take.
+    """
+
+    def __init__(self, *, timeout: float = 600.0) -> None:
+        super().__init__(timeout=timeout, jobs=1)  # the ranks of one run already share the cores
+
+    @property
+    def device(self) -> Device:
+        """What runs are made on."""
+        return DEVICE
+
+    def command_environment(self) -> dict[str, str]:
+        """The environment of a process that sees no GPU."""
+        return {
+            **super().command_environment(),
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": "lo",  # all ranks are here, whatever the host's name resolves to
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def measure(self, recipe: Recipe, *, ranks: Ranks = "distinct") -> Measurement:
+        """Train the recipe's steps, shrunk, on all its ranks: `steps` have losses, and there are no bytes.
+
+        A value that is not finite or a step that the optimizer skips is the measurement's `failure`, as is what goes
+        wrong in a worker. Raises `UserError` for a recipe that cannot run here.
+        """
+        launch.check(recipe)
+        small = shrunk(recipe, microbatches=min(2, recipe.num_microbatches))
+        result = self._run(_TRAIN, {"recipe": small.to_dict()}, small)
+        steps = tuple(HostStep(**fields) for fields in result["steps"])
+        failure = result["failure"] and Failure(**{k: v for k, v in result["failure"].items() if k != "run"})
+        return Measurement(
+            device=DEVICE,
+            ranks=(),
+            recipe=recipe.to_dict(),
+            recipe_digest=recipe.digest,
+            world_size=recipe.world_size,
+            environment=launch.versions(),
+            notes=(NOT_GATED, _how(recipe, small)),
+            failure=failure or next(_wrong_steps(steps), None),
+            steps=steps,
+        )
+
+    def parity(
+        self, control: Recipe, candidate: Recipe, precisions: Sequence[Precision] = ("fp32", "bf16")
+    ) -> Parity | Failure:
+        """Compare one step of two microbatches of both, shrunk; or what went wrong in a worker.
+
+        Raises `UserError` where the recipes differ in more than memory settings, or in nothing that the host has.
+        """
+        for recipe in (control, candidate):
+            launch.check(recipe)
+        differences = _differences(control, candidate)
+        if not precisions or isinstance(precisions, str) or not set(precisions) <= set(TOLERANCE):
+            raise UserError(f"mbmem.parity: precisions={show(precisions)}: allowed are {', '.join(TOLERANCE)}")
+        rows: list[ParityRow] = []
+        for precision in dict.fromkeys(precisions):
+            small = [shrunk(recipe, precision) for recipe in (control, candidate)]
+            if small[0] == small[1]:
+                listed = "; ".join(differences_lines(differences))
+                raise UserError(f"mbmem.parity: the host has nothing that this changes: {listed}")
+            result = self._run(_PARITY, {"control": small[0].to_dict(), "candidate": small[1].to_dict()}, small[1])
+            failure = result["failure"]
+            if failure is not None:
+                side = failure.pop("run")
+                return Failure(**{**failure, "message": f"{side}, {precision}: {failure['message']}"})
+            rows += [ParityRow(precision=precision, **fields) for fields in result["rows"]]
+        return Parity(differences, small[0].world_size, _how(control, small[0]), tuple(rows))
+
+    def _run(self, target: str, arguments: dict[str, Any], small: Recipe) -> dict[str, Any]:
+        """What the worker returns, or its `failure` if it did not come to its end."""
+        limit = 0.8 * self.timeout  # of a collective, so that a rank can still say for what it waits
+        environment = launch.recipe_environment(small)
+        result: CallResult = self.call(target, {**arguments, "timeout": limit}, environment=environment)
+        if result.failure is None:
+            return dict(result.value)
+        message = f"{result.message}\n{result.output[-4000:]}".strip()
+        return {"steps": [], "rows": [], "failure": {"run": "", "kind": result.failure, "rank": 0, "message": message}}
+
+
+def _differences(control: Recipe, candidate: Recipe) -> dict[str, tuple[Any, Any]]:
+    differences = control.differences(candidate)
+    if not differences:
+        raise UserError("mbmem.parity: control and candidate are the same recipe, so there is nothing to compare")
+    others = {key: pair for key, pair in differences.items() if not key.startswith(MEMORY_SETTINGS)}
+    if others:
+        raise UserError(
+            "mbmem.parity: control and candidate may differ in memory settings alone, which are memory and "
+            f"lora.sequence_parallel_input_regather; these differ: {'; '.join(differences_lines(others))}"
+        )
+    return differences
+
+
+def _wrong_steps(steps: Sequence[HostStep]) -> Iterator[Failure]:
+    for number, step in enumerate(steps, 1):
+        if not math.isfinite(step.loss):
+            yield Failure("not finite", 0, f"the loss of step {number} is {step.loss}", number)
+        if step.not_finite:
+            yield Failure("not finite", 0, f"{step.not_finite} is not finite in step {number}", number)
+        if step.grad_norm is not None and not math.isfinite(step.grad_norm):
+            yield Failure("not finite", 0, f"the norm of all gradients of step {number} is {step.grad_norm}", number)
+        if step.skipped:
+            yield Failure("skipped step", 0, f"the optimizer skipped step {number}", number)

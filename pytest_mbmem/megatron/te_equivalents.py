@@ -1,0 +1,82 @@
+"""Equivalents, for memory, of Transformer Engine's attention and matrix multiplications where it is not installed.
+
+For recipes with `training.transformer_impl: transformer_engine` on a virtual GPU. The layers themselves are Megatron's
+local ones: a norm and a linear apart hold what Transformer Engine's fused pair holds. Three things differ there:
+
+- one workspace for all its matrix multiplications: 32 MiB from compute capability 9.0 on, 4 MiB before it (the size that
+  `get_cublas_workspace_size_bytes` of transformer_engine.pytorch gives);
+- unfused attention takes fresh memory for the input of its scores, where Megatron's own keeps a buffer for the whole job;
+- fused attention makes queries, keys and values contiguous unless they are packed as one of its layouts. Of grouped
+  queries the keys and values would keep the whole projection alive as views of it; copies do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+
+from ..errors import UserError
+from . import layers
+
+ASSUMPTION = "Transformer Engine's attention and matrix multiplications: equivalents for memory"
+
+_workspaces: list[torch.Tensor] = []
+
+
+def check(virtual: bool) -> None:
+    """Raise `UserError` where an equivalent for memory would have to compute."""
+    if not virtual:
+        problem = "'transformer_engine' needs Transformer Engine on a real GPU and on the host; equivalents exist for"
+        raise UserError(f"training.transformer_impl: {problem} a virtual GPU only")
+
+
+def hold_workspace() -> None:
+    """Allocate the workspace of the current device, once per process."""
+    if not _workspaces:
+        size = 32 * 2**20 if torch.cuda.get_device_capability() >= (9, 0) else 4 * 2**20
+        _workspaces.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+
+class _FreshMemory:
+    """In place of Megatron's `GlobalMemoryBuffer`."""
+
+    @staticmethod
+    def get_tensor(shape: tuple[int, ...], dtype: torch.dtype, name: str) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+@contextmanager
+def _without_global_buffer() -> Iterator[None]:
+    # The local attention asks for its buffer by this name (core 0.16 and 0.19).
+    original = parallel_state.get_global_memory_buffer
+    parallel_state.get_global_memory_buffer = _FreshMemory
+    try:
+        yield
+    finally:
+        parallel_state.get_global_memory_buffer = original
+
+
+class UnfusedAttention(layers.UnfusedAttention):
+    """Unfused attention without a buffer that outlives it."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As Megatron's own."""
+        with _without_global_buffer():
+            result: torch.Tensor = super().forward(*args, **kwargs)
+        return result
+
+
+class FlashAttention(layers.FlashAttention):
+    """Fused attention on contiguous parts where the queries are grouped."""
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """As the one without Transformer Engine."""
+        if query.size(2) != key.size(2):
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        return super().forward(query, key, value, *args, **kwargs)

@@ -1,0 +1,81 @@
+"""A memory setting that changes nothing is a failure of the measurement."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pytest_mbmem.measure.effects import failures, probes
+from pytest_mbmem.measure.launch import Launcher
+from pytest_mbmem.measurement import RankMeasurement
+from pytest_mbmem.recipe import Recipe
+
+SELECTIVE = {"recompute_granularity": "selective"}
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
+
+
+def rank(number: int, allocations: int) -> RankMeasurement:
+    return RankMeasurement(rank=number, coordinates={}, stands_for=1, phases=(), allocations=allocations)
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({}, []),
+        ({**SELECTIVE, "recompute_modules": ()}, []),
+        (SELECTIVE, ["memory.recompute_granularity 'selective' (core_attn)"]),
+        (
+            {**SELECTIVE, "recompute_modules": ("mlp", "layernorm")},
+            ["memory.recompute_modules 'mlp'", "memory.recompute_modules 'layernorm'"],
+        ),
+        (FULL, ["memory.recompute_granularity 'full'"]),
+        (
+            {**FULL, "tp": 2, "distribute_saved_activations": True},
+            ["memory.recompute_granularity 'full'", "memory.distribute_saved_activations"],
+        ),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, ["memory.cpu_offloading"]),
+        ({"offload_modules": ("core_attn",)}, ["memory.offload_modules 'core_attn'"]),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, ["memory.optimizer_cpu_offload"]),
+    ],
+)
+def test_each_setting_is_left_out_alone(changes: dict[str, Any], names: list[str], small_recipe: Recipe) -> None:
+    recipe = small_recipe.but(**changes)
+    found = probes(recipe)
+    assert list(found) == names
+    for probe in found.values():
+        differing = recipe.but(steps=1).differences(probe)
+        assert differing
+        assert all(key.startswith("memory.") for key in differing)
+
+
+def test_a_label_has_an_effect_if_any_rank_allocates_differently_without_it() -> None:
+    ranks = [rank(0, 100), rank(4, 200)]
+    assert failures(ranks, {"a": {0: 100, 4: 199}, "b": {0: None, 4: 200}}) == []
+    (failure,) = failures(ranks, {"a": {0: 100, 4: 200}, "b": {0: 99, 4: 200}, "c": {0: 100, 4: 200}})
+    assert failure.kind == "no effect"
+    assert failure.message.startswith("a, c: without it the measured ranks allocate exactly the same")
+
+
+@pytest.mark.parametrize("label", ["moe", "shared_experts"])
+def test_a_label_whose_module_the_model_has_not_is_no_effect(
+    label: str, launcher: Launcher, small_recipe: Recipe
+) -> None:
+    recipe = small_recipe.but(**SELECTIVE, recompute_modules=("core_attn", label))
+    measurement = launcher.measure(recipe)
+    assert measurement.failure is not None
+    assert measurement.failure.kind == "no effect"
+    assert f"memory.recompute_modules '{label}'" in measurement.failure.message
+    assert "core_attn" not in measurement.failure.message
+    assert launcher.measure(recipe, check_effects=False).failure is None
+
+
+def test_a_setting_that_acts_on_one_stage_alone_has_an_effect(launcher: Launcher, small_recipe: Recipe) -> None:
+    """Block recompute of one layer a stage: the others are as they were, and all stages are looked at."""
+    assert launcher.measure(small_recipe.but(**FULL, pp=2)).failure is None
+
+
+def test_an_empty_list_is_a_control_and_measures_as_no_recompute(launcher: Launcher, small_recipe: Recipe) -> None:
+    control = launcher.measure(small_recipe.but(**SELECTIVE, recompute_modules=()))
+    assert control.failure is None
+    assert control.ranks == launcher.measure(small_recipe).ranks
