@@ -109,7 +109,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _gpus(arguments: argparse.Namespace) -> int:
-    from .report.terminal import table
+    from .report.text import table
     from .units import format_bytes
     from .virtual_gpu.gpus import load_gpus
 

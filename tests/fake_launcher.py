@@ -2,11 +2,17 @@
 
 The peak of rank 0 is as many MiB as the recipe's seq_length (plus FAKE_EXTRA_MIB), rank 1 has half of it, and a recipe
 named after a failure fails. So a test chooses the verdict without a device.
+
+Each label of recompute_modules takes 16 MiB off rank 0 and adds 5% of the FLOPs, "nothing" changes no figure, "bad"
+adds 8 MiB, and "last" takes 8 MiB off rank 1 alone. Each label of offload_modules takes 8 MiB off rank 0, which move to
+the host and back. Every recipe that is measured is a line of the file that FAKE_LOG names.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,15 +40,30 @@ class FakeLauncher:
     def device(self) -> Device:
         return Device(key=f"virtual-{self.gpu.key}", name=self.gpu.name, capacity=self.gpu.capacity, virtual=True)
 
+    def measure_many(self, recipes: Sequence[Recipe], *, ranks: Any = "distinct") -> list[Measurement]:
+        return [self.measure(recipe, ranks=ranks) for recipe in recipes]
+
     def measure(self, recipe: Recipe, *, ranks: Any = "distinct", count_flops: bool = True) -> Measurement:
+        if "FAKE_LOG" in os.environ:
+            with Path(os.environ["FAKE_LOG"]).open("a") as log:
+                log.write(f"{recipe.digest} {ranks}\n")
         peak = (recipe.training.seq_length + int(os.environ.get("FAKE_EXTRA_MIB", "0"))) * MIB
+        recompute, offload = recipe.memory.recompute_modules or (), recipe.memory.offload_modules
+        effects = {"nothing": 0, "bad": -8 * MIB, "last": 0}
+        saved = sum(effects.get(label, 16 * MIB) for label in recompute) + 8 * MIB * len(offload)
+        moved = {"to host": 8 * MIB, "to device": 8 * MIB} if offload else {}
+        costs: dict[str, Any] = {
+            "flops_per_step": 1000 + 50 * len([label for label in recompute if label != "nothing"]),
+            "moved_bytes": {way: size * len(offload) for way, size in moved.items()},
+            "host_peak": 8 * MIB * len(offload),
+        }
         failure = None
         if recipe.name in FAILURES:
             kind, message = FAILURES[recipe.name]
             failure = Failure(kind, 1, message, 1, "forward")
         return Measurement(
             device=self.device,
-            ranks=(_rank(0, peak), _rank(1, peak // 2)),
+            ranks=(_rank(0, peak - saved, costs), _rank(1, peak // 2 - 8 * MIB * ("last" in recompute), costs)),
             recipe=recipe.to_dict(),
             recipe_digest=recipe.digest,
             world_size=2,
@@ -54,10 +75,11 @@ class FakeLauncher:
         pass
 
 
-def _rank(number: int, peak: int) -> RankMeasurement:
+def _rank(number: int, peak: int, costs: dict[str, Any]) -> RankMeasurement:
     figures: dict[Any, int] = {"allocated": peak, "reserved": 2 * peak, "active": peak, "inactive_split": 0}
     phases = (PhaseFigures(0, "build", figures, figures), PhaseFigures(2, "backward", figures, figures))
-    return RankMeasurement(rank=number, coordinates={"tp": 0, "pp": number}, stands_for=1, phases=phases[number:])
+    place = {"tp": 0, "pp": number}
+    return RankMeasurement(rank=number, coordinates=place, stands_for=1, phases=phases[number:], **costs)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -110,6 +110,7 @@ def test_figures_are_junit_properties(project: pytest.Pytester, workers: str) ->
         "mbmem_device": "virtual-h100-80gb",
         "mbmem_peak_allocated_bytes": str(64 * MIB),
         "mbmem_peak_reserved_bytes": str(128 * MIB),
+        "mbmem_flops_per_step": "1000",
         "mbmem_worst_rank": "0",
         "mbmem_phase": "build",
         "mbmem_verdict": "pass",

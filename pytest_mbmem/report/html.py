@@ -11,7 +11,10 @@ from pathlib import Path
 
 from ..gates import GATED_METRICS, GatedMetric
 from ..measurement import Measurement, PhaseFigures, RankMeasurement
+from ..savings import SavingJudgement
+from ..sweep import Sweep
 from ..units import format_bytes
+from .comparisons import sweep_cells, sweep_notes
 from .results import Judged, Measured, Results, TestResult
 from .rows import (
     NOTHING,
@@ -31,7 +34,7 @@ _TEMPLATE = Path(__file__).with_name("page.html")
 _MOST_RANKS = 32
 """Ranks that are drawn, the highest ones; of more of them nobody compares bars."""
 
-_GOOD = ("pass", "improvement", "accepted")
+_GOOD = ("pass", "improvement", "accepted", "fits")
 
 
 def page(results: Results) -> str:
@@ -95,7 +98,8 @@ def _badge(verdict: str) -> str:
 
 def _test(number: int, test: TestResult) -> str:
     verdicts = list(dict.fromkeys(row.verdict for row in rows_of(test)))
-    body = "".join(_measured(test, measured) for measured in test.measured) or "<p>Nothing was measured.</p>"
+    body = "".join([*(_measured(test, m) for m in test.measured), *map(_sweep, test.sweeps)])
+    body = body or "<p>Nothing was measured.</p>"
     return (
         f'<section id="test-{number}" data-verdicts="{escape(json.dumps(verdicts))}"><h2>{escape(test.id)}</h2>'
         f"<p>{escape(test.outcome)} in {test.duration:.2f} s</p>{body}</section>"
@@ -106,6 +110,7 @@ def _measured(test: TestResult, measured: Measured) -> str:
     measurement = measured.measurement
     parts = [f"<h3>{escape(label_of(test.id, measured))}</h3>"] if measured.name else []
     parts += [_judged(judged) for judged in measured.judged]
+    parts += [_saving(saving) for saving in measured.savings]
     if measurement.failure is not None:
         parts.append(f"<pre>{escape(measurement.failure.message)}</pre>")
     worst = worst_of(measurement)
@@ -121,6 +126,21 @@ def _judged(judged: Judged) -> str:
     notes = "".join(f"<li>{escape(note)}</li>" for note in unsaid)
     text = f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>"
     return text + (f"<ul>{notes}</ul>" if notes else "")
+
+
+def _saving(saving: SavingJudgement) -> str:
+    comparison = saving.comparison
+    said = comparison.explain() if comparison is not None else ""
+    asked = f"asked for: {saving.rule.asked}; the control is {saving.rule.control}"
+    notes = "".join(f"<li>{escape(note)}</li>" for note in (asked, *saving.notes))
+    return f"<p>{_badge(saving.verdict)} {escape(said)}</p><ul>{notes}</ul>"
+
+
+def _sweep(sweep: Sweep) -> str:
+    notes = "".join(f"<li>{escape(note)}</li>" for note in sweep_notes(sweep))
+    title = f"<h3>{escape(sweep.name)}</h3>" if sweep.name else ""
+    head, *rows = sweep_cells(sweep)
+    return title + _cells(head, rows) + (f"<ul>{notes}</ul>" if notes else "")
 
 
 def _rank_table(measurement: Measurement) -> str:
@@ -151,10 +171,13 @@ def _rank_table(measurement: Measurement) -> str:
         )
         for rank in measured_ranks(measurement)
     ]
-    header = "".join(f'<th scope="col">{name}</th>' for name in head)
+    return _details("Figures of each rank", _cells(head, rows))
+
+
+def _cells(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    header = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    table = f'<div class="wide"><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>'
-    return _details("Figures of each rank", table)
+    return f'<div class="wide"><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
 def _background(measurement: Measurement) -> str:

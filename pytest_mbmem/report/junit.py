@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from ..compare import Comparison
+from ..sweep import Sweep
 from .results import Judged, Measured
 
 
-def properties(measured: Sequence[Measured]) -> list[tuple[str, object]]:
+def properties(measured: Sequence[Measured], sweeps: Sequence[Sweep] = ()) -> list[tuple[str, object]]:
     """Name and value of each figure, in bytes or as text.
 
     Behind a name stand the gate, except for the plain one of the whole run's peak allocated, and the measurement's
-    name, if it has one: "mbmem_verdict@reserved[control]".
+    name, if it has one: "mbmem_verdict@reserved[control]". Figures of a memory_saving marker begin with "saving_", with
+    a number if there are several of the same figure; those of a sweep's rows end with the row's name.
     """
-    return [
-        (f"mbmem_{name}" + (f"[{m.name}]" if m.name else ""), value)
-        for m in measured
-        for name, value in _figures(m)
-        if value is not None
-    ]
+    found = [(f"{name}[{m.name}]" if m.name else name, value) for m in measured for name, value in _figures(m)]
+    for number, sweep in enumerate(sweeps, 1):
+        name = sweep.name or ("" if number == 1 else str(number))
+        for row in sweep:
+            label = f"{name}: {row.name}" if name else row.name
+            found += [(f"sweep_{figure}[{label}]", value) for figure, value in _compared(row.comparison, row.verdict)]
+    return [(f"mbmem_{name}", value) for name, value in found if value is not None]
 
 
 def _figures(measured: Measured) -> Iterator[tuple[str, object]]:
@@ -34,8 +39,26 @@ def _figures(measured: Measured) -> Iterator[tuple[str, object]]:
         yield "worst_rank", worst.rank
         yield "phase", worst.peak_phase().name
         yield "flops_per_step", measurement.flops_per_step
+    if measurement.steps:
+        yield "losses", " ".join(f"{step.loss:.6g}" for step in measurement.steps)
     for judged in measured.judged:
         yield from _verdict(judged)
+    seen: Counter[str] = Counter()
+    for saving in measured.savings:
+        metric = saving.rule.metric_id
+        seen[metric] += 1
+        gate = ("" if metric == "allocated" else f"@{metric}") + (f"#{seen[metric]}" if seen[metric] > 1 else "")
+        for name, value in _compared(saving.comparison, saving.verdict):
+            yield f"saving_{name}{gate}", value
+
+
+def _compared(comparison: Comparison | None, verdict: str) -> Iterator[tuple[str, object]]:
+    yield "verdict", verdict
+    if comparison is not None and comparison.has_figures:
+        yield "control_bytes", comparison.before
+        yield "measured_bytes", comparison.after
+        yield "saved_bytes", comparison.saving
+        yield "extra_flops", comparison.extra.flops
 
 
 def _verdict(judged: Judged) -> Iterator[tuple[str, object]]:

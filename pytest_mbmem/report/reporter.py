@@ -10,6 +10,7 @@ import pytest
 
 from ..errors import UserError
 from ..files import write_report
+from ..sweep import Sweep
 from .results import Measured, Results, TestResult
 
 if TYPE_CHECKING:
@@ -38,11 +39,12 @@ class Reporter:
 
         result = self._results.tests.setdefault(report.nodeid, TestResult(report.nodeid))
         if report.when == "setup":
-            result.outcome, result.duration, result.measured = "passed", 0.0, []
+            result.outcome, result.duration, result.measured, result.sweeps = "passed", 0.0, [], []
         result.duration += report.duration
         result.outcome = _outcome(report, result.outcome)
         if report.when == "call":
             result.measured = [Measured.from_json(m, report.nodeid) for m in data.get("measurements", [])]
+            result.sweeps = [Sweep.from_json(s, report.nodeid) for s in data.get("sweeps", [])]
             self._records[report.nodeid] = [Record.from_json(r) for r in data.get("records", [])]
         if report.failed:  # in its teardown, where the call was well
             self._records.pop(report.nodeid, None)

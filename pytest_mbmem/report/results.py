@@ -13,6 +13,8 @@ from typing import Any
 from ..errors import UserError
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement, read_plain
+from ..savings import SavingJudgement
+from ..sweep import Sweep
 
 SCHEMA = 1
 """Version of the file that --mbmem-json writes; a file with another one is refused."""
@@ -56,6 +58,8 @@ class Measured:
     name: str | None
     measurement: Measurement
     judged: list[Judged] = field(default_factory=list)
+    savings: list[SavingJudgement] = field(default_factory=list)  # of its memory_saving markers
+    ranks: Any = field(default="distinct", compare=False)  # which ones were asked for, to measure a control alike
 
     def rank(self, number: int | None) -> RankMeasurement | None:
         """The measured rank of that number."""
@@ -67,6 +71,7 @@ class Measured:
             "key": self.key,
             "name": self.name,
             "judgements": [j.to_json() for j in self.judged],
+            "savings": [s.to_json() for s in self.savings],
             "measurement": self.measurement.to_json(),
         }
 
@@ -75,8 +80,9 @@ class Measured:
         """Read what `to_json` wrote."""
         measurement = Measurement.from_json(data["measurement"], source)
         judged = [Judged.from_json(j, source) for j in data["judgements"]]
+        savings = [SavingJudgement.from_json(s, measurement, source) for s in data.get("savings", ())]
         key = read_plain(str, data["key"], f"{source}: key")
-        return cls(key, read_plain(str | None, data["name"], f"{source}: name"), measurement, judged)
+        return cls(key, read_plain(str | None, data["name"], f"{source}: name"), measurement, judged, savings)
 
 
 @dataclass
@@ -89,11 +95,17 @@ class TestResult:
     outcome: str = "passed"  # passed, failed, error, skipped, xfailed, xpassed
     duration: float = 0.0  # seconds, setup and teardown included
     measured: list[Measured] = field(default_factory=list)
+    sweeps: list[Sweep] = field(default_factory=list)  # those of mbmem.compare too, which have one row
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
-        measured = [m.to_json() for m in self.measured]
-        return {"id": self.id, "outcome": self.outcome, "duration": self.duration, "measurements": measured}
+        return {
+            "id": self.id,
+            "outcome": self.outcome,
+            "duration": self.duration,
+            "measurements": [m.to_json() for m in self.measured],
+            "sweeps": [s.to_json() for s in self.sweeps],
+        }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str) -> TestResult:
@@ -101,7 +113,9 @@ class TestResult:
         test = read_plain(str, data["id"], f"{source}: id")
         outcome = read_plain(str, data["outcome"], f"{source}: {test}: outcome")
         duration = read_plain(float, data["duration"], f"{source}: {test}: duration")
-        return cls(test, outcome, duration, [Measured.from_json(m, f"{source}: {test}") for m in data["measurements"]])
+        measured = [Measured.from_json(m, f"{source}: {test}") for m in data["measurements"]]
+        sweeps = [Sweep.from_json(s, f"{source}: {test}") for s in data.get("sweeps", ())]
+        return cls(test, outcome, duration, measured, sweeps)
 
 
 @dataclass

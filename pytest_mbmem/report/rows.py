@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement
+from ..savings import SavingJudgement
 from ..units import format_bytes, format_fraction
 from .results import Judged, Measured, TestResult
 
@@ -19,7 +21,7 @@ class Row:
 
     test: str
     device: str
-    baseline: str = NOTHING  # or the limit, as in "<= 60.00 GiB"
+    baseline: str = NOTHING  # or the limit, as in "<= 60.00 GiB", or the control, as in "vs 60.00 GiB"
     measured: str
     change: str = NOTHING
     rank: str = NOTHING
@@ -31,10 +33,12 @@ def rows_of(test: TestResult) -> Iterator[Row]:
     """One for each verdict, or one without a verdict for a measurement that no gate judges."""
     for measured in test.measured:
         label = label_of(test.id, measured)
-        if not measured.judged:
+        if not measured.judged and not measured.savings:
             yield _without_verdict(label, measured.measurement)
         for judged in measured.judged:
             yield _with_verdict(label, measured.measurement, judged)
+        for saving in measured.savings:
+            yield _with_control(label, measured.measurement, saving)
 
 
 def label_of(nodeid: str, measured: Measured) -> str:
@@ -66,6 +70,12 @@ def worst_of(measurement: Measurement) -> RankMeasurement | None:
     return max(ranks, key=lambda rank: (rank.peak(), -rank.rank)) if ranks else None
 
 
+def losses_of(measurement: Measurement) -> str:
+    """Of the first and the last step of a host run, as in "5.5910 -> 5.5845"."""
+    ends = measurement.steps[:1] + measurement.steps[1:][-1:]
+    return " -> ".join(f"{step.loss:.4f}" for step in ends)
+
+
 def coordinates_of(rank: RankMeasurement) -> str:
     """As in "tp=0 pp=1"; empty for a test without a recipe."""
     return " ".join(f"{name}={value}" for name, value in rank.coordinates.items())
@@ -93,6 +103,8 @@ def _without_verdict(label: str, measurement: Measurement) -> Row:
     if failure is not None:
         place = failure.name or NOTHING
         return Row(test=label, device=device, measured=failure.kind, rank=str(failure.rank), phase=place)
+    if measurement.steps:
+        return Row(test=label, device=device, measured=f"loss {losses_of(measurement)}", verdict="not gated")
     if worst is None:
         return Row(test=label, device=device, measured=NOTHING)
     peak, place = format_bytes(worst.peak()), worst.peak_phase().name
@@ -111,4 +123,23 @@ def _with_verdict(label: str, measurement: Measurement, judged: Judged) -> Row:
         rank=NOTHING if judgement.rank is None else str(judgement.rank),
         phase=judgement.phase or NOTHING,
         verdict=shown_verdict(judged),
+    )
+
+
+def _with_control(label: str, measurement: Measurement, judgement: SavingJudgement) -> Row:
+    comparison, metric = judgement.comparison, judgement.rule.metric_id
+    label += " saving" if metric == "allocated" else f" saving {metric}"
+    if comparison is None or not comparison.has_figures:
+        row = _without_verdict(label, measurement)
+        reference = f"vs {comparison.control.failure.kind}" if comparison and comparison.control.failure else NOTHING
+        return dataclasses.replace(row, baseline=reference, verdict=judgement.verdict)
+    return Row(
+        test=label,
+        device=measurement.device.key,
+        baseline=f"vs {format_bytes(comparison.before)}",
+        measured=format_bytes(comparison.after),
+        change=format_fraction(-comparison.saving_fraction, signed=True),
+        rank=str(comparison.worst_after.rank),
+        phase=comparison.phase_after,
+        verdict=judgement.verdict,
     )

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..baselines import clean_nodeid
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement
 from ..units import format_bytes, format_fraction
+from .comparisons import sweep_lines
 from .results import Measured, Results
 from .rows import (
     Row,
@@ -22,6 +23,7 @@ from .rows import (
     sizes_of,
     worst_of,
 )
+from .text import GAP, exactly, printable, shortened, table
 
 if TYPE_CHECKING:
     from ..baselines import Change, Orphan
@@ -29,11 +31,6 @@ if TYPE_CHECKING:
 _NARROWEST, _WIDEST = 80, 200
 _SHORTEST_TEST = 28
 """Characters that the table leaves to a test's id before it gives up a column."""
-
-_MESSAGE_START, _MESSAGE_END = 3, 17
-"""Lines of a worker's message that are shown: what happened, and the end of a traceback."""
-
-_GAP = "  "
 
 
 # Failures -------------------------------------------------------------------------------------------------------------
@@ -47,7 +44,7 @@ def failure_text(nodeid: str, measured: Measured, judgement: Judgement, to_paste
     lines += [f"  {name:<{width}}  {value}" for name, value in facts]
     failure = measured.measurement.failure
     if failure is not None:
-        lines += ["", *(f"  {line}" for line in _shortened(failure.message))]
+        lines += ["", *(f"  {line}" for line in shortened(failure.message))]
     else:
         notes = [part for note in judgement.notes for part in _note_lines(note)]
         lines += ["", *notes] if notes else []
@@ -78,13 +75,13 @@ def _headline(measured: Measured, judgement: Judgement) -> str:
 def _facts(measured: Measured, judgement: Judgement) -> Iterator[tuple[str, str]]:
     gate, device = judgement.gate, measured.measurement.device
     if judgement.measured is not None:
-        yield "measured", _exactly(judgement.measured)
+        yield "measured", exactly(judgement.measured)
     if judgement.reference is not None:
         other = " (of the other recipe)" if judgement.verdict == "stale" else ""
-        yield "baseline" if gate.limit is None else "limit", _exactly(judgement.reference) + other
+        yield "baseline" if gate.limit is None else "limit", exactly(judgement.reference) + other
     if judgement.allowed is not None and gate.limit is None:
         rule = f"tolerance {format_fraction(gate.tolerance)}, slack {format_bytes(gate.slack)}"
-        yield "allowed", f"{_exactly(judgement.allowed)}: {rule}"
+        yield "allowed", f"{exactly(judgement.allowed)}: {rule}"
     if judgement.measured is not None and judgement.reference is not None:
         difference = judgement.measured - judgement.reference
         share = format_fraction(difference / judgement.reference, signed=True)
@@ -104,10 +101,6 @@ def _rank(measured: Measured, number: int) -> str:
     return f"{number} ({coordinates_of(rank)}), stands for {ranks} of {measured.measurement.world_size}"
 
 
-def _exactly(size: int) -> str:
-    return f"{format_bytes(size):>11} ({size} bytes)"
-
-
 def _note_lines(note: str) -> list[str]:
     """A bullet; what differs in a stale recipe comes one key a line."""
     first, *more = note.split("; ") if "the recipe changed" in note else [note]
@@ -115,14 +108,6 @@ def _note_lines(note: str) -> list[str]:
     if not more or not colon:
         return [f"  - {note}"]
     return [f"  - {head}:", *(f"      {part}" for part in (change, *more))]
-
-
-def _shortened(message: str) -> list[str]:
-    lines = message.splitlines()
-    left_out = len(lines) - _MESSAGE_START - _MESSAGE_END
-    if left_out <= 1:  # saying so would take a line as well
-        return lines
-    return [*lines[:_MESSAGE_START], f"... {left_out} lines left out ...", *lines[-_MESSAGE_END:]]
 
 
 def _advice(nodeid: str, judgement: Judgement, to_paste: str | None) -> Iterator[str]:
@@ -147,9 +132,21 @@ def _advice(nodeid: str, judgement: Judgement, to_paste: str | None) -> Iterator
 def summary_lines(results: Results, width: int) -> list[str]:
     """The table of all verdicts and measurements, fitted into `width` characters, and notes on tests that passed."""
     rows = [row for test in results.tests.values() for row in rows_of(test)]
-    if not rows:
-        return []
-    return [_printable(line) for line in (*_summary_table(rows, width), *_notes(results))]
+    lines = [*_summary_table(rows, width), *_notes(results)] if rows else []
+    return [printable(line) for line in (*lines, *_sweeps(results, width))]
+
+
+def _sweeps(results: Results, width: int) -> Iterator[str]:
+    """The tables of comparisons and sweeps. Equal ones, which cases of a parametrised test share, come once."""
+    tests: dict[tuple[str, ...], list[str]] = {}
+    for test in results.tests.values():
+        for sweep in test.sweeps:
+            label = test.id + (f", {sweep.name}" if sweep.name else "")
+            tests.setdefault(tuple(sweep_lines(sweep, width)), []).append(label)
+    for lines, (first, *more) in tests.items():
+        yield ""
+        yield f"{first}{f' and {len(more)} more' if more else ''}:"
+        yield from lines
 
 
 def _summary_table(rows: Sequence[Row], width: int) -> Iterator[str]:
@@ -170,7 +167,7 @@ def _summary_table(rows: Sequence[Row], width: int) -> Iterator[str]:
 
 def _left_for_tests(rows: Sequence[Row], columns: Sequence[str], width: int) -> int:
     others = [max(len(name), *(len(getattr(row, name)) for row in rows)) for name in columns if name != "test"]
-    return width - sum(others) - len(_GAP) * len(others)
+    return width - sum(others) - len(GAP) * len(others)
 
 
 def _end(text: str, room: int) -> str:
@@ -183,9 +180,15 @@ def _notes(results: Results) -> Iterator[str]:
     tests: dict[str, list[str]] = {}
     for test in results.tests.values():
         for measured in test.measured:
+            for note in measured.measurement.notes if measured.measurement.steps else ():
+                tests.setdefault(note, []).append(label_of(test.id, measured))
             for judged in measured.judged:
                 for note in judged.judgement.notes if judged.judgement.passed else ():
                     tests.setdefault(note, []).append(label_of(test.id, measured))
+            for saving in measured.savings:
+                if saving.passed and saving.comparison is not None:
+                    for note in (saving.comparison.explain(), *saving.notes):
+                        tests.setdefault(note, []).append(label_of(test.id, measured))
     for note, (first, *more) in tests.items():
         yield f"note: {first}{f' and {len(more)} more' if more else ''}: {note}"
 
@@ -216,7 +219,7 @@ def orphan_lines(orphans: Sequence[Orphan]) -> list[str]:
 
 def measurement_lines(measurement: Measurement) -> list[str]:
     """Peaks of every rank, and of every phase of the worst one; its failure, if it has one."""
-    return [_printable(line) for line in _measurement_lines(measurement)]
+    return [printable(line) for line in _measurement_lines(measurement)]
 
 
 def _measurement_lines(measurement: Measurement) -> Iterator[str]:
@@ -244,7 +247,7 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
         place = f" in {failure.name}" if failure.name else ""
         yield ""
         yield f"FAILED: {failure.kind} on rank {failure.rank}{place}"
-        yield from (f"  {line}" for line in _shortened(failure.message))
+        yield from (f"  {line}" for line in shortened(failure.message))
 
 
 def _rank_table(ranks: Sequence[RankMeasurement]) -> list[str]:
@@ -277,24 +280,3 @@ def _phase_table(rank: RankMeasurement) -> list[str]:
         for figures in rank.phases
     ]
     return table([head, *cells], right={"step", "allocated", "at its end", "reserved"})
-
-
-# Tables ---------------------------------------------------------------------------------------------------------------
-
-
-def table(cells: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[str]:
-    """Lines of aligned columns; the first row is the head, and `right` names the columns of numbers."""
-    head = cells[0]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(head))]
-    return [
-        _GAP.join(
-            text.rjust(width) if name in right else text.ljust(width)
-            for text, width, name in zip(row, widths, head, strict=True)
-        ).rstrip()
-        for row in cells
-    ]
-
-
-def _printable(line: str) -> str:
-    """Without what would break a line or steer the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in line)

@@ -1,0 +1,237 @@
+"""The rule of a memory_saving marker: its arguments, and what it says about a comparison."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_mbmem.compare import Comparison
+from pytest_mbmem.errors import UserError
+from pytest_mbmem.measurement import Device, Failure, Measurement, PhaseFigures, RankMeasurement
+from pytest_mbmem.recipe import Model, Recipe, Training
+from pytest_mbmem.savings import SavingGate, SavingJudgement, SavingRule, judge_failed, judge_saving
+
+MIB, GIB = 2**20, 2**30
+RECIPE = Recipe(model=Model(num_layers=2, hidden_size=64, num_attention_heads=4), training=Training(seq_length=64))
+SELECTIVE = RECIPE.but(recompute_granularity="selective")
+SOURCE = "t.py::test_x"
+
+
+def job(peak: int, flops: int | None = None, failure: Any = None, notes: tuple[str, ...] = ()) -> Measurement:
+    device = Device("virtual-h100-80gb", "NVIDIA H100 80GB HBM3", 80 * GIB, virtual=True)
+    phases = (PhaseFigures(2, "backward", *[{"allocated": peak, "reserved": peak}] * 2),)
+    rank = RankMeasurement(0, {}, 1, phases, flops_per_step=flops)
+    reason = failure and Failure(failure, 0, "CUDA out of memory.", 1, "forward")
+    return Measurement(device, (rank,), failure=reason, notes=notes)
+
+
+def judged(before: Measurement, after: Measurement, **rule: Any) -> SavingJudgement:
+    comparison = Comparison(before, after, {"memory.recompute_modules": ([], ["core_attn"])})
+    return judge_saving(SavingRule("control", **rule), comparison)
+
+
+def marker(*args: object, **kwargs: object) -> SavingGate:
+    return SavingGate.from_marker(args, kwargs, SOURCE, Path())
+
+
+# Arguments ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_bare_marker_asks_for_any_effect_on_peak_allocated() -> None:
+    assert marker(control=RECIPE) == SavingGate(SavingRule(RECIPE.digest), RECIPE)
+    assert marker(RECIPE, at_least=None, max_slowdown=None, metric=None, phase=None, settings=None) == marker(RECIPE)
+
+
+def test_every_argument_is_used() -> None:
+    gate = marker(
+        {"tp": 1}, at_least="1 GiB", max_slowdown="7%", metric="reserved", phase="step-2/backward", settings=["tp"]
+    )
+    assert gate == SavingGate(SavingRule("tp=1", "reserved", "step-2/backward", GIB, None, 0.07), {"tp": 1}, ("tp",))
+    assert gate.rule.metric_id == "reserved@step-2/backward"
+
+
+@pytest.mark.parametrize(
+    ("at_least", "expected"),
+    [("5%", (None, 0.05)), (0.05, (None, 0.05)), ("512 MiB", (512 * MIB, None)), (7, (7, None))],
+)
+def test_the_saving_is_a_size_or_a_share_of_the_control(at_least: object, expected: tuple[Any, Any]) -> None:
+    rule = marker(RECIPE, at_least=at_least).rule
+    assert (rule.at_least, rule.at_least_fraction) == expected
+
+
+def test_a_control_is_a_recipe_a_file_or_a_mapping(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text(RECIPE.but(name="plain").to_yaml())
+    from_file = SavingGate.from_marker(("recipe.yaml",), {}, SOURCE, tmp_path)
+    assert (from_file.control, from_file.rule.control) == (RECIPE.but(name="plain"), "recipe.yaml")
+    assert marker(RECIPE.to_dict()).control == RECIPE
+    assert marker({"recompute_modules": [], "alloc_conf": ""}).rule.control == "recompute_modules=[], alloc_conf="
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "memory_saving() needs a control: a recipe, or the settings that it has instead"),
+        ({"control": None}, "memory_saving() needs a control"),
+        ({"control": 3}, "memory_saving(control=...): 3 is no control; allowed are a Recipe, the path"),
+        ({"control": {}}, "memory_saving(control=...): {} is no control"),
+        ({"control": {"tpp": 2}}, "memory_saving(control=...): 'tpp' is not a field of a recipe; did you mean 'tp'?"),
+        ({"control": {"model": {"layers": 2}}}, "memory_saving(control=...): model.layers: unknown key"),
+        ({"control": "nowhere.yaml"}, "nowhere.yaml: "),
+        ({"atleast": "1 GiB"}, "memory_saving() has no argument 'atleast'; did you mean 'at_least'?"),
+        ({"at_least": "1 GB/s"}, "memory_saving(at_least=...): '1 GB/s' is neither a size (as in '1 GiB') nor a perce"),
+        ({"at_least": "200%"}, "memory_saving(at_least=...): '200%' is not a fraction"),
+        (
+            {"at_least": "0 B"},
+            "memory_saving(at_least=...): '0 B' is not more than 0; leave it out to ask for any effect",
+        ),
+        ({"at_least": "0%"}, "memory_saving(at_least=...): '0%' is not more than 0"),
+        ({"at_least": True}, "memory_saving(at_least=...): True is neither a size"),
+        ({"max_slowdown": 7}, "memory_saving(max_slowdown=...): 7 is not a fraction"),
+        ({"metric": "active"}, "memory_saving(metric=...): 'active' is not one of allocated, reserved"),
+        ({"phase": "bakward"}, "memory_saving(): phase='bakward' is not one of"),
+        ({"phase": 2}, "memory_saving(phase=...): 2 is not a text"),
+        ({"settings": ["tpp"]}, "memory_saving(settings=...): 'tpp' is no setting of a recipe"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_is_allowed(arguments: dict[str, object], message: str) -> None:
+    given = {"control": RECIPE, **arguments} if arguments else {}
+    with pytest.raises(UserError) as caught:
+        marker(**given)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith((SOURCE, "nowhere.yaml"))
+
+
+def test_only_the_control_may_be_positional() -> None:
+    for args, kwargs in (((RECIPE, "1 GiB"), {}), ((RECIPE,), {"control": RECIPE})):
+        with pytest.raises(UserError, match="takes one positional argument at most, the control"):
+            marker(*args, **kwargs)
+
+
+# Controls -------------------------------------------------------------------------------------------------------------
+
+
+def test_changes_make_the_control_of_whatever_is_measured() -> None:
+    control, differences = marker({"recompute_granularity": None}).control_of(SELECTIVE, SOURCE)
+    assert control == RECIPE
+    assert differences == {"memory.recompute_granularity": (None, "selective")}
+    control, _ = marker({"tp": 1}).control_of(RECIPE.but(tp=2), SOURCE)  # naming it is enough
+    assert control == RECIPE
+
+
+def test_a_recipe_must_be_matched() -> None:
+    assert marker(RECIPE).control_of(SELECTIVE, SOURCE)[0] is RECIPE
+    with pytest.raises(UserError, match=r"t.py::test_x: memory_saving\(control=.*differ in more than memory settings"):
+        marker(RECIPE).control_of(SELECTIVE.but(tp=2), SOURCE)
+    assert marker(RECIPE, settings=["memory", "tp"]).control_of(SELECTIVE.but(tp=2), SOURCE)[0] is RECIPE
+
+
+def test_a_control_that_is_impossible_or_the_same_is_refused() -> None:
+    with pytest.raises(UserError, match=r"memory\.recompute_modules: .* needs recompute_granularity 'selective'"):
+        marker({"recompute_modules": []}).control_of(RECIPE, SOURCE)
+    with pytest.raises(UserError, match="control and candidate are the same recipe"):
+        marker({"recompute_granularity": None}).control_of(RECIPE, SOURCE)
+
+
+# Verdicts -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("after", "rule", "verdict"),
+    [
+        (GIB, {}, "no effect"),
+        (GIB - MIB, {}, "no effect"),
+        (GIB - MIB - 1, {}, "pass"),
+        (2 * GIB, {}, "costs more"),
+        (GIB - 100 * MIB, {"at_least": 100 * MIB}, "pass"),
+        (GIB - 100 * MIB + 1, {"at_least": 100 * MIB}, "saves too little"),
+        (GIB, {"at_least": 100 * MIB}, "no effect"),
+        (2 * GIB, {"at_least": 100 * MIB}, "costs more"),
+        (GIB * 9 // 10, {"at_least_fraction": 0.1}, "pass"),
+        (GIB * 9 // 10 + 1, {"at_least_fraction": 0.1}, "saves too little"),
+    ],
+)
+def test_a_saving_is_judged_by_the_worst_ranks_peak(after: int, rule: dict[str, Any], verdict: str) -> None:
+    judgement = judged(job(GIB), job(after), **rule)
+    assert judgement.verdict == verdict
+    assert judgement.passed == (verdict == "pass")
+
+
+def test_a_share_of_a_byte_is_rounded_up() -> None:
+    assert SavingRule("c", at_least_fraction=0.1).needed(101) == 11
+    assert SavingRule("c", at_least_fraction=0.1).needed(110) == 11
+    assert SavingRule("c", at_least=5).needed(100) == 5
+    assert SavingRule("c").needed(100) is None
+
+
+def test_a_saving_that_was_asked_for_passes_however_small_it_is_with_a_note() -> None:
+    judgement = judged(job(GIB), job(GIB - 512 * 1024), at_least=512 * 1024)
+    assert judgement.verdict == "pass"
+    assert any("at_least is no more than 1.00 MiB" in note for note in judgement.notes)
+
+
+@pytest.mark.parametrize(("flops", "verdict"), [(107, "pass"), (108, "too slow"), (90, "pass")])
+def test_extra_flops_stand_for_the_slowdown(flops: int, verdict: str) -> None:
+    judgement = judged(job(GIB, 100), job(GIB // 2, flops), max_slowdown=0.07)
+    assert judgement.verdict == verdict
+    if verdict == "pass":
+        assert judgement.notes == (
+            "the slowdown is modelled, not measured: FLOPs of a step of the rank that computes most stand for its time",
+        )
+
+
+def test_too_little_saved_is_said_before_too_slow() -> None:
+    assert judged(job(GIB, 100), job(GIB, 200), max_slowdown=0.07).verdict == "no effect"
+
+
+def test_a_slowdown_without_flops_is_invalid() -> None:
+    judgement = judged(job(GIB), job(GIB // 2), max_slowdown=0.07)
+    assert judgement.verdict == "invalid"
+    assert judgement.notes[0] == "max_slowdown cannot be judged: FLOPs were not counted"
+
+
+def test_a_control_that_does_not_fit_is_enough_only_where_no_number_is_asked_for() -> None:
+    control, candidate = job(1, failure="out of memory"), job(GIB)
+    assert judged(control, candidate).verdict == "fits"
+    assert judged(control, candidate).passed
+    for rule in ({"at_least": 1}, {"at_least_fraction": 0.1}, {"max_slowdown": 0.1}):
+        judgement = judged(control, candidate, **rule)
+        assert judgement.verdict == "invalid"
+        assert judgement.notes[0].startswith("ask for no number")
+
+
+@pytest.mark.parametrize("kind", ["error", "died", "refused", "no effect"])
+def test_a_control_that_does_not_run_is_invalid(kind: str) -> None:
+    assert judged(job(1, failure=kind), job(GIB)).verdict == "invalid"
+
+
+@pytest.mark.parametrize(
+    ("kind", "verdict"),
+    [
+        ("out of memory", "out of memory"),
+        ("refused", "refused"),
+        ("no effect", "no effect"),
+        ("died", "invalid"),
+        ("error", "invalid"),
+    ],
+)
+def test_a_measurement_that_failed_needs_no_control(kind: str, verdict: str) -> None:
+    judgement = judge_failed(SavingRule("control"), job(1, failure=kind))
+    assert (judgement.verdict, judgement.passed, judgement.comparison) == (verdict, False, None)
+    assert judgement.notes == (f"rank 0 ended with: {kind} in step-1/forward",)
+
+
+def test_notes_of_both_measurements_are_kept_once() -> None:
+    judgement = judged(job(GIB, notes=("a", "b")), job(GIB // 2, notes=("b", "c")))
+    assert judgement.notes == ("a", "b", "c")
+
+
+def test_plain_data_are_read_back() -> None:
+    candidate = job(GIB // 2, 110)
+    judgement = judged(job(GIB, 100), candidate, at_least=5, max_slowdown=0.2)
+    assert SavingJudgement.from_json(judgement.to_json(), candidate, "f") == judgement
+    failed = judge_failed(SavingRule("control"), job(1, failure="died"))
+    assert SavingJudgement.from_json(failed.to_json(), candidate, "f") == failed
+    with pytest.raises(UserError, match="f: verdict: 'fine' is not one of"):
+        SavingJudgement.from_json({**judgement.to_json(), "verdict": "fine"}, candidate, "f")
