@@ -8,14 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from .errors import OutOfMemory, UserError
-from .session import PLAN, RUN, Plan
+from .session import PLAN, RECORD, RUN, Plan, TestRecord
 
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from .compare import Comparison
+    from .comparing import Given
+    from .growth import Growth
+    from .measure.host import Parity, Precision
     from .measurement import Device, Measurement
     from .megatron.model import LiveModel
     from .recipe import Recipe
+    from .sweep import Sweep
 
 
 class Mbmem:
@@ -55,6 +60,164 @@ class Mbmem:
         __tracebackhide__ = True
         try:
             return self._run.measure(self._item, recipe, name, ranks, may_fail)
+        except UserError as error:
+            pytest.fail(str(error), pytrace=False)
+
+    def compare(
+        self,
+        control: Given,
+        candidate: Given,
+        *,
+        settings: Sequence[str] | None = None,
+        name: str | None = None,
+        ranks: Literal["distinct", "all"] | Sequence[int] = "distinct",
+        metric: Literal["allocated", "reserved"] = "allocated",
+        phase: str | None = None,
+    ) -> Comparison:
+        """Measure a control and a candidate, and say what the settings that differ save and what they cost.
+
+        `mbmem.compare(recipe, {"recompute_granularity": "selective"})` compares a recipe with itself but for the
+        settings that are named. Nothing raises when a measurement fails or nothing is saved: the result's `verdict`
+        says so, and only its figures raise `MeasurementFailed` where there are none. No gate and no baseline judges
+        what is measured here. A recipe is measured once in a session for all comparisons and sweeps.
+
+        Args:
+            control: a recipe as `measure` takes it, or the settings that it has instead of the candidate's.
+            candidate: the same, or the settings that it has instead of the control's.
+            settings: all that may differ, each a field ("tp"), its key ("parallelism.tp") or a part ("memory"). None:
+                the settings that were given as changes; between two whole recipes memory settings, which are `memory`
+                and LoRA's input re-gather.
+            name: of the candidate, in reports.
+            ranks: as in `measure`, of both.
+            metric: "allocated" (live bytes) or "reserved" (what the caching allocator holds).
+            phase: compare the peaks of one phase or step, as in "optimizer" or "step-2/backward". None: the whole run.
+
+        A test fails at once, with the settings listed, if others differ or none does.
+        """
+        __tracebackhide__ = True
+        try:
+            sweep = self._run.comparing.compare(self._item, control, candidate, settings, name, ranks, metric, phase)
+        except UserError as error:
+            pytest.fail(str(error), pytrace=False)
+        self._keep(sweep)
+        comparison = sweep.rows[0].comparison
+        assert comparison is not None
+        return comparison
+
+    def sweep(
+        self,
+        recipe: Given,
+        settings: Mapping[str, Mapping[str, Any]] | Sequence[Mapping[str, Any]],
+        *,
+        control: str | None = None,
+        name: str | None = None,
+        ranks: Literal["distinct", "all"] | Sequence[int] = "distinct",
+        metric: Literal["allocated", "reserved"] = "allocated",
+        phase: str | None = None,
+    ) -> Sweep:
+        """Measure a recipe with several settings and compare each with one control.
+
+        The result prints as a table, iterates over its rows, and `sweep["core_attn"]` is one of them, with `.verdict`,
+        `.comparison`, `.measurement` and `.unbeaten`. A row that fails keeps its failure as its verdict. A recipe is
+        measured once in a session, so the cases of a parametrised test can share a sweep:
+
+            SETTINGS = {
+                "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+                "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+            }
+
+            @pytest.mark.parametrize("setting", SETTINGS)
+            def test_recompute(mbmem, setting):
+                row = mbmem.sweep(RECIPE, SETTINGS)[setting]
+                assert row.verdict == "saving", row.explain()
+
+        Args:
+            recipe: as `measure` takes it.
+            settings: name of a row -> the settings that it changes, as in `Recipe.but`; or a list of such changes.
+            control: the row that the others are compared with. None: the recipe itself, as a row named "control".
+            name: of the sweep, in reports.
+            ranks, metric, phase: as in `compare`.
+
+        No gate and no baseline judges what is measured here. A test fails at once for a setting that is impossible,
+        changes nothing or makes the same recipe as another.
+        """
+        __tracebackhide__ = True
+        try:
+            sweep = self._run.comparing.sweep(self._item, recipe, settings, control, name, ranks, metric, phase)
+        except UserError as error:
+            pytest.fail(str(error), pytrace=False)
+        self._keep(sweep)
+        return sweep
+
+    def _keep(self, sweep: Sweep) -> None:
+        """For the reports; the same one of a test's several calls once."""
+        sweeps = self._item.stash.setdefault(RECORD, TestRecord()).sweeps
+        if sweep not in sweeps:
+            sweeps.append(sweep)
+
+    def parity(
+        self, control: Given, candidate: Given, *, precisions: Sequence[Precision] = ("fp32", "bf16")
+    ) -> Parity:
+        """Compare a candidate's numbers with its control's: real ones, on the CPU, both shrunk alike.
+
+        One step of two microbatches on all ranks of the shrunk recipe (at most two of each kind of parallelism):
+        outputs, input gradients, weight gradients, accumulated and reduced main gradients, and updated parameters.
+        Parameters that start at zero (LoRA's B) get random values, so that there is a gradient to compare. Dropout may
+        be on: recompute must replay it.
+
+        Args:
+            control: a recipe as `measure` takes it.
+            candidate: the same but for memory settings, which are `memory` and LoRA's input re-gather; or just the
+                settings that it has instead of the control's, as in {"recompute_granularity": "selective"}.
+            precisions: "fp32", where what is more than rounding must be a fault, and "bf16", what training uses.
+
+        Returns the table of errors (`print(parity.table())`). Raises:
+            ParityFailed: an AssertionError that names the worst tensor of each kind beyond its tolerance.
+            Refused: Megatron Core does not take the settings.
+            MeasurementFailed: a rank raised, died or ran out of time.
+
+        A test fails at once, with the settings listed, if others differ or none does.
+        """
+        __tracebackhide__ = True
+        try:
+            return self._run.parity(self._item, control, candidate, precisions)
+        except UserError as error:
+            pytest.fail(str(error), pytrace=False)
+
+    def growth(
+        self,
+        recipe: Recipe | Mapping[str, Any] | str | Path,
+        *,
+        steps: int | None = None,
+        control: Recipe | Mapping[str, Any] | str | Path | None = None,
+        microbatches: tuple[int, int] | None = None,
+        slack: int | str | None = None,
+        ranks: Literal["distinct", "all"] | Sequence[int] = "distinct",
+    ) -> Growth:
+        """Train the recipe for several steps on the device and see whether memory grows or stays.
+
+        The marker `no_memory_growth` does this with everything that a test measures, and fails it; here the result is
+        the test's: `assert growth.passed, growth.explain()`.
+
+        Args:
+            recipe: as for `measure`.
+            steps: how many count, 5 (the default) or more; the first two of a run do not.
+            control: what may stay after backward is what stays in this one, which differs in memory settings alone.
+                None: the recipe without recompute and activation offload, if it has any.
+            microbatches: two numbers of them, the smaller first, between which memory must be the same. None: enough
+                to fill the pipeline, and twice as many.
+            slack: bytes that are not a finding, or text as in "1 MiB"; 4 KiB where none is given.
+            ranks: as for `measure`.
+
+        Raises:
+            OutOfMemory: a run does not fit the device.
+            Refused: Megatron Core does not take the settings.
+            MeasurementFailed: a worker raised, died or ran out of time.
+        """
+        __tracebackhide__ = True
+        arguments = {"steps": steps, "control": control, "microbatches": microbatches, "slack": slack}
+        try:
+            return self._run.growth(self._item, recipe, arguments, ranks)
         except UserError as error:
             pytest.fail(str(error), pytrace=False)
 

@@ -25,6 +25,10 @@ from .errors import UserError
 from .measurement import Device, Failure, FailureKind, Measurement, RankMeasurement
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .growth import Growth, GrowthRule
+    from .measure.retention import Body
     from .megatron.model import LiveModel
     from .recipe import Recipe
     from .session import Run
@@ -70,6 +74,7 @@ class Worker:
         self.reports: list[Any] = []
         self.assumptions: tuple[str, ...] = ()
         self.built: list[tuple[Recipe, int]] = []
+        self.models: list[LiveModel] = []
         self.warnings: list[dict[str, Any]] = []
         self.interruption: str | None = None
         self.errors: list[str] = []
@@ -77,6 +82,22 @@ class Worker:
     def watch(self) -> Watch:
         """Begin to measure."""
         return Watch(self)
+
+    def watch_growth(self) -> Body:
+        """Begin to see what the test's body leaves behind."""
+        from . import growth
+        from .measure.retention import Body
+
+        growth.WATCHED.clear()
+        return Body()
+
+    def grown(self, body: Body, fixtures: Mapping[str, Any], rule: GrowthRule) -> list[Growth]:
+        """What the body left behind, and what it watched itself."""
+        from . import growth
+
+        trace = body.end(fixtures, with_model=any(model.is_open for model in self.models))
+        left = growth.Growth((growth.RankGrowth(0, trace),), rule.slack)
+        return [left, *growth.WATCHED]
 
     def build(self, recipe: Recipe, rank: int) -> LiveModel:
         """The recipe's rank as a live model. Raises `UserError` for what cannot be built."""
@@ -100,7 +121,8 @@ class Worker:
         self.built.append((recipe, rank))
         # Megatron warns of its own defaults, which a test may have made errors of. Until the test ends.
         warnings.filterwarnings("ignore", module=r"megatron\.")
-        return live_model(recipe, rank, virtual=self.device.virtual)
+        self.models.append(live_model(recipe, rank, virtual=self.device.virtual))
+        return self.models[-1]
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the reports of the test."""
@@ -157,7 +179,7 @@ class Watch:
         place: dict[str, Any] = {"rank": 0, "coordinates": {}}
         if len(self._worker.built) == 1:
             recipe, rank = self._worker.built[0]
-            place = {"rank": rank, "coordinates": at(recipe.parallelism, rank).coordinates}
+            place = {"rank": rank, "coordinates": at(recipe, rank).coordinates}
             fields = {
                 "recipe": recipe.to_dict(),
                 "recipe_digest": recipe.digest,

@@ -28,8 +28,8 @@ PHASES = ("build", "forward", "backward", "grad-sync", "optimizer", "test")
 """In the order of a step. "build" belongs to step 0, "test" is the whole body of a test without a recipe."""
 
 FailureKind = Literal["out of memory", "error", "died", "timeout", "refused", "no effect", "not finite", "skipped step"]
-"""Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed nothing.
-Not finite, skipped step: of a host run, whose numbers are real."""
+"""Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed
+nothing. Not finite, skipped step: of a host run, whose numbers are real."""
 
 SCHEMA = 1
 """Version of the JSON form; a file with another one is refused."""
@@ -109,10 +109,10 @@ class RankMeasurement:
 class HostStep:
     """What came out of one training step with real numbers on the host, over all ranks."""
 
-    loss: float  # mean over all tokens
-    grad_norm: float | None  # before clipping; None where the optimizer does not ask for it
+    loss: float | None  # mean over all tokens; None: not finite
+    grad_norm: float | None  # before clipping; None: not finite, or the optimizer does not ask for it
     skipped: bool  # the optimizer left the parameters as they were, on some rank
-    not_finite: str = ""  # the first gradient or parameter that holds NaN or infinity
+    not_finite: str = ""  # what first held NaN or infinity: "the loss", "the gradient of ...", "parameter ..."
 
 
 @dataclass(frozen=True)

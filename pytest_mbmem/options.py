@@ -37,6 +37,7 @@ def add(parser: pytest.Parser) -> None:
     option("--mbmem-virtual-gpu", metavar="NAME", help=f"virtual GPU to measure on (default: {DEFAULT_GPU})")
     option("--mbmem-gpus", metavar="FILE", help="YAML file with more virtual GPUs")
     option("--mbmem-gpu", action="store_true", help="measure on the real GPU (not in this version)")
+    option("--mbmem-host", action="store_true", help="train recipes, shrunk, with real numbers on the CPU; no gates")
     option("--mbmem-baselines", metavar="DIR", help="folder of the baselines (default: baselines in the rootdir)")
     option(
         "--mbmem-update",
@@ -66,6 +67,7 @@ class Options:
     json: Path | None
     html: Path | None
     timeout: float
+    host: bool  # recipes run on the CPU, and memory is neither measured nor judged
     tolerance: float | None
     slack: int | None
     in_use: bool  # anything of the above is set, or there are baselines
@@ -74,12 +76,17 @@ class Options:
     def read(cls, config: pytest.Config) -> Options:
         """Raises `UserError` for the first value that is wrong. Changes nothing on disk."""
         given = _Given(config)
+        if config.getoption("mbmem_gpu") and config.getoption("mbmem_host"):
+            raise UserError("--mbmem-gpu: tests run on the GPU, or with --mbmem-host on the CPU; leave one of them out")
         if config.getoption("mbmem_gpu"):
             raise UserError(
                 "--mbmem-gpu: measuring on a real GPU is not in this version; without it tests run on the virtual GPU"
             )
         update, reason = given.option("update"), given.option("reason")
         _check_update(update, reason)
+        host = bool(config.getoption("mbmem_host"))
+        if host and update is not None:
+            raise UserError("--mbmem-update: with --mbmem-host no memory is measured that could be a baseline")
         gpu_name, gpu_source = given.text("virtual_gpu", DEFAULT_GPU)
         gpus_file, gpus_source = given.path("gpus")
         if gpus_file is not None and not gpus_file.is_file():
@@ -98,9 +105,10 @@ class Options:
             json=given.output("json"),
             html=given.output("html"),
             timeout=seconds(timeout, timeout_source),
+            host=host,
             tolerance=given.tolerance(),
             slack=given.slack(),
-            in_use=given.anything or baselines.is_dir(),
+            in_use=given.anything or host or baselines.is_dir(),
         )
         if options.json is not None and options.json == options.html:
             raise UserError(f"--mbmem-json and --mbmem-html name the same file: {options.json}")

@@ -14,13 +14,25 @@ import pytest
 from . import options
 from .errors import UserError
 from .fixtures import mbmem, megatron_model
-from .session import MARKER, PLAN, RUN, Collected, Run
+from .session import MARKER, PLAN, RUN, SAVING_MARKER, Collected, Run
 
 __all__ = ["mbmem", "megatron_model"]
 
 _MARKER_HELP = (
     f'{MARKER}(limit=None, *, metric="allocated", phase=None, tolerance=None, slack=None): fail when peak GPU memory '
     'exceeds a limit ("60 GiB") or a baseline; metric is "allocated" or "reserved", phase as in "optimizer" or "step-2"'
+)
+
+_SAVING_MARKER_HELP = (
+    f'{SAVING_MARKER}(control, *, at_least=None, max_slowdown=None, metric="allocated", phase=None, settings=None): '
+    'fail when peak GPU memory is not at_least ("1 GiB", "5%") below that of the control (a recipe, or the settings that '
+    'it has instead), or when a step has more than max_slowdown ("7%") extra FLOPs'
+)
+
+_GROWTH_MARKER_HELP = (
+    "no_memory_growth(*, control=None, steps=5, microbatches=None, slack=None): fail when memory grows with the steps "
+    "or the microbatches, when more stays after backward than in the control, or when it takes a garbage collection to "
+    "free something"
 )
 
 
@@ -32,6 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker, and check all options before anything is collected."""
     config.addinivalue_line("markers", _MARKER_HELP)
+    config.addinivalue_line("markers", _SAVING_MARKER_HELP)
+    config.addinivalue_line("markers", _GROWTH_MARKER_HELP)
     item = sys.modules.get("pytest_mbmem.item")  # loaded wherever a whole test runs in a worker
     worker = item.WORKER if item is not None else None
     try:

@@ -8,30 +8,38 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from .errors import MeasurementFailed, OutOfMemory, UserError
+from .errors import MeasurementFailed, NoEffect, NotOnHost, OutOfMemory, ParityFailed, Refused, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from .baseline_file import Entry
     from .baselines import Baselines, Record
+    from .comparing import Comparing, Given
     from .gates import Judgement, PeakGate
+    from .growth import Growth, GrowthRule
     from .item import Watch, Worker
+    from .measure.host import HostLauncher, Parity, Precision
     from .measure.launch import Launcher
-    from .measurement import Device, Measurement
+    from .measure.retention import Body
+    from .measurement import Device, Failure, Measurement
     from .options import Options
     from .recipe import Recipe
     from .report.reporter import Reporter
     from .report.results import Measured
+    from .savings import SavingGate
+    from .sweep import Sweep
 
 MARKER = "peak_memory"
+SAVING_MARKER = "memory_saving"
+MARKERS = (MARKER, SAVING_MARKER, "no_memory_growth")
 
 
 @dataclass
@@ -39,6 +47,8 @@ class Plan:
     """How a test is to be measured, decided when it is collected."""
 
     gates: tuple[PeakGate, ...] = ()
+    savings: tuple[SavingGate, ...] = ()
+    growth: GrowthRule | None = None
     in_worker: bool = False  # the whole test runs in a worker
     mistake: str | None = None
 
@@ -50,6 +60,7 @@ class TestRecord:
     __test__ = False
 
     measured: list[Measured] = field(default_factory=list)
+    sweeps: list[Sweep] = field(default_factory=list)  # of mbmem.compare and mbmem.sweep, which no gate judges
     records: list[Record] = field(default_factory=list)  # what --mbmem-update may write
 
     def withdraw(self) -> None:
@@ -63,6 +74,7 @@ class TestRecord:
         """What travels on the test's report, plain data."""
         return {
             "measurements": [m.to_json() for m in self.measured],
+            "sweeps": [s.to_json() for s in self.sweeps],
             "records": [r.to_json() for r in self.records],
         }
 
@@ -103,13 +115,26 @@ class Run:
         """Of this session, closed at its end."""
         from .measure import launch
 
+        if self.options.host:
+            raise NotOnHost("--mbmem-host: memory is not measured, and the test asks for it")
         launcher = launch.Launcher(self.options.gpu, timeout=self.options.timeout)
+        self.config.add_cleanup(launcher.close)
+        return launcher
+
+    @cached_property
+    def host_launcher(self) -> HostLauncher:
+        """Of this session, for real numbers on the CPU; closed at its end."""
+        from .measure.host import HostLauncher
+
+        launcher = HostLauncher(timeout=self.options.timeout)
         self.config.add_cleanup(launcher.close)
         return launcher
 
     @property
     def device(self) -> Device:
         """What is measured on."""
+        if self.options.host:
+            return self.host_launcher.device
         return self.worker.device if self.worker is not None else self.launcher.device
 
     @cached_property
@@ -118,6 +143,13 @@ class Run:
         from .baselines import Baselines
 
         return Baselines(self.options.baselines, self.device.key)
+
+    @cached_property
+    def comparing(self) -> Comparing:
+        """What this session measured for comparisons."""
+        from .comparing import Comparing
+
+        return Comparing(self)
 
     def register_hooks(self) -> None:
         """Have the hooks of `MeasuringTests` called from now on."""
@@ -138,6 +170,13 @@ class Run:
         """What this session measures with, by name."""
         from .measure.launch import versions
 
+        if self.options.host:
+            from .measure.host import NOT_GATED
+
+            return {
+                "device": f"{self.device.key}, {self.device.name}; {NOT_GATED}",
+                "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+            }
         gpu = self.options.gpu
         return {
             "device": f"{self.device.key}, a virtual {gpu.name}",
@@ -153,13 +192,21 @@ class Run:
         """How to measure the test; None for one that has nothing to do with this plugin."""
         fixtures = getattr(item, "fixturenames", ())
         # The keywords know more names than those of markers, but ask faster: this runs for every test of a session.
-        marked = MARKER in item.keywords and any(marker.name == MARKER for marker in item.iter_markers())
+        names = [name for name in MARKERS if name in item.keywords]
+        marked = bool(names) and any(marker.name in names for marker in item.iter_markers())
         mbmem, model = "mbmem" in fixtures, "megatron_model" in fixtures
         if not (marked or mbmem or model):
             return None
         plan = Plan(in_worker=not mbmem)
         try:
             plan.gates = self._gates(item)
+            plan.savings = self._savings(item)
+            if plan.savings and not mbmem:
+                raise UserError(
+                    f"{item.nodeid}: the {SAVING_MARKER} marker compares recipes that the test measures; name mbmem "
+                    "among its arguments and call mbmem.measure(recipe)"
+                )
+            plan.growth = self._growth_rule(item, in_worker=plan.in_worker)
             if mbmem and model:
                 raise UserError(
                     f"{item.nodeid}: uses mbmem, which measures in workers of its own, and megatron_model, which needs "
@@ -179,6 +226,34 @@ class Run:
             gates.setdefault(gate.metric_id, gate)
         return tuple(gates.values())
 
+    def _savings(self, item: pytest.Item) -> tuple[SavingGate, ...]:
+        """Of all markers; the closest one decides where several compare the same figure with the same control."""
+        markers = list(item.iter_markers(SAVING_MARKER))
+        if not markers:
+            return ()
+        from .savings import SavingGate
+
+        gates: dict[tuple[str, str], SavingGate] = {}
+        for marker in markers:
+            gate = SavingGate.from_marker(marker.args, marker.kwargs, item.nodeid, item.path.parent)
+            gates.setdefault((gate.rule.metric_id, gate.rule.control), gate)
+        return tuple(gates.values())
+
+    def _growth_rule(self, item: pytest.Item, in_worker: bool) -> GrowthRule | None:
+        """Of the closest marker."""
+        marker = item.get_closest_marker("no_memory_growth")
+        if marker is None:
+            return None
+        from .growth import GrowthRule
+
+        def as_recipe(value: Any) -> Recipe:
+            return self.recipe(item, value, "no_memory_growth(control=...)")
+
+        rule = GrowthRule.from_marker(marker.args, marker.kwargs, item.nodeid, as_recipe)
+        if in_worker:
+            rule.check_in_worker(item.nodeid)
+        return rule
+
     # Measuring --------------------------------------------------------------------------------------------------------
 
     def measure(
@@ -192,21 +267,46 @@ class Run:
         """Measure a recipe for a test and keep the result for its gates and for the reports."""
         __tracebackhide__ = True
         key = self._new_key(item, name)
-        measurement = self.launcher.measure(self.recipe(item, recipe, "mbmem.measure"), ranks=ranks)
-        self.keep(item, key, name, measurement)
+        launcher = self.host_launcher if self.options.host else self.launcher
+        measurement = launcher.measure(self.recipe(item, recipe, "mbmem.measure"), ranks=ranks)
+        self.keep(item, key, name, measurement, ranks)
         failure = measurement.failure
         if failure is not None and not may_fail:
-            place = f" in {failure.name}" if failure.name else ""
-            kind = OutOfMemory if failure.kind == "out of memory" else MeasurementFailed
-            what = "the worker raised an error" if failure.kind == "error" else failure.kind
-            raise kind(f"{what} on rank {failure.rank}{place} ({self.device.name}): {failure.message}")
+            raise _raised(failure, self.device)
         return measurement
 
-    def keep(self, item: pytest.Item, key: str, name: str | None, measurement: Measurement) -> None:
+    def parity(
+        self,
+        item: pytest.Item,
+        control: Given,
+        candidate: Given,
+        precisions: Sequence[Precision],
+    ) -> Parity:
+        """Compare a candidate's numbers on the host with its control's."""
+        __tracebackhide__ = True
+        from .measure.host import Parity
+        from .savings import changed, is_changes
+
+        first = self.recipe(item, control, "mbmem.parity")
+        if is_changes(candidate):
+            second = changed(first, candidate, f"{item.nodeid}: mbmem.parity()")
+        else:
+            second = self.recipe(item, candidate, "mbmem.parity")
+        parity = self.host_launcher.parity(first, second, precisions)
+        if not isinstance(parity, Parity):
+            raise _raised(parity, self.host_launcher.device)
+        if not parity.passed:
+            raise ParityFailed(parity.explain())
+        return parity
+
+    def keep(
+        self, item: pytest.Item, key: str, name: str | None, measurement: Measurement, ranks: object = "distinct"
+    ) -> None:
         """Put a measurement on the test's record."""
         from .report.results import Measured
 
-        item.stash.setdefault(RECORD, TestRecord()).measured.append(Measured(key, name, measurement))
+        measured = Measured(key, name, measurement, ranks=ranks)
+        item.stash.setdefault(RECORD, TestRecord()).measured.append(measured)
 
     def _new_key(self, item: pytest.Item, name: str | None) -> str:
         from .baselines import clean_nodeid
@@ -225,7 +325,7 @@ class Run:
         return key
 
     @staticmethod
-    def recipe(item: pytest.Item, recipe: Recipe | Mapping[str, Any] | str | Path, function: str) -> Recipe:
+    def recipe(item: pytest.Item, recipe: Given, function: str) -> Recipe:
         """The recipe that was handed to `function`; a YAML file's path is relative to the test's own file."""
         from collections.abc import Mapping
 
@@ -254,6 +354,8 @@ class Run:
         record = item.stash.setdefault(RECORD, TestRecord())
         if plan.gates and not record.measured:
             return [f"nothing was measured: {item.nodeid} has the {MARKER} marker, but never called mbmem.measure()"]
+        if self.options.host:
+            return []
         module = clean_nodeid(item.nodeid)[0]
         texts = []
         for measured in record.measured:
@@ -271,6 +373,81 @@ class Run:
                     to_paste = self._to_paste(new) if judgement.verdict == "missing" else None
                     texts.append(failure_text(item.nodeid, measured, judgement, to_paste))
         return texts
+
+    def judge_savings(self, item: pytest.Item, plan: Plan) -> list[str]:
+        """Measure the controls of the test's memory_saving markers and judge by them, as `judge` does by its gates."""
+        if not plan.savings:
+            return []
+        from .report.comparisons import saving_failure_text
+
+        measured = item.stash.setdefault(RECORD, TestRecord()).measured
+        if not measured:
+            return [
+                f"nothing was measured: {item.nodeid} has the {SAVING_MARKER} marker, but never called mbmem.measure()"
+            ]
+        if self.options.host:
+            return []
+        try:
+            for one in measured:
+                one.savings = [self.comparing.judge(item, one, gate) for gate in plan.savings]
+        except UserError as error:
+            return [str(error)]
+        return [saving_failure_text(one, saving) for one in measured for saving in one.savings if not saving.passed]
+
+    def judge_growth(self, item: pytest.Item, plan: Plan, body: Body | None) -> list[str]:
+        """Run what the test measured by its `no_memory_growth` rule. Returns a text for each that grows."""
+        if plan.growth is None:
+            return []
+        record = item.stash.setdefault(RECORD, TestRecord())
+        if self.worker is not None and body is not None:
+            fixtures = getattr(item, "funcargs", {})
+            growths = self.worker.grown(body, fixtures, plan.growth)
+        elif not record.measured:
+            if plan.gates:  # which say the same
+                return []
+            return [
+                f"nothing was measured: {item.nodeid} has the no_memory_growth marker, but never called mbmem.measure()"
+            ]
+        elif self.options.host:
+            return []
+        else:
+            try:
+                growths = [self._growth(measured, plan.growth) for measured in record.measured]
+            except MeasurementFailed as error:
+                return [str(error)]
+        for measured in record.measured:
+            notes = tuple(growth.headline() for growth in growths if growth.name in ("", measured.name))
+            measured.measurement = replace(measured.measurement, notes=(*measured.measurement.notes, *notes))
+        return [growth.explain() for growth in growths if not growth.passed]
+
+    def growth(
+        self,
+        item: pytest.Item,
+        recipe: Given,
+        arguments: Mapping[str, object],
+        ranks: Literal["distinct", "all"] | Sequence[int],
+    ) -> Growth:
+        """Run a recipe by a rule that a test's body gives."""
+        __tracebackhide__ = True
+        from .growth import GrowthRule
+        from .measure.growth_runs import measure_growth
+
+        where = "mbmem.growth"
+        rule = GrowthRule.make(
+            arguments, f"{item.nodeid}: {where}", lambda value: self.recipe(item, value, f"{where}(control=...)")
+        )
+        return measure_growth(self.launcher, self.recipe(item, recipe, where), rule, ranks)
+
+    def _growth(self, measured: Measured, rule: GrowthRule) -> Growth:
+        from .measure.growth_runs import measure_growth
+        from .recipe import Recipe
+
+        measurement = measured.measurement
+        if measurement.failure is not None:
+            raise MeasurementFailed(f"memory growth cannot be judged: {measurement.failure.kind}")
+        recipe = Recipe.from_dict(measurement.recipe, measured.key)
+        ranks = [rank.rank for rank in measurement.ranks]
+        return measure_growth(self.launcher, recipe, rule, ranks, measured.name or "")
 
     def _baseline(self, module: str, key: str) -> Entry | None:
         from .baseline_file import DamagedFile
@@ -311,6 +488,14 @@ def _record(module: str, measured: Measured, judgement: Judgement) -> Record:
     return Record.of(module, measured.key, judgement.gate, measured.measurement)
 
 
+def _raised(failure: Failure, device: Device) -> MeasurementFailed:
+    place = f" in {failure.name}" if failure.name else ""
+    kinds = {"out of memory": OutOfMemory, "refused": Refused, "no effect": NoEffect}
+    kind = kinds.get(failure.kind, MeasurementFailed)
+    what = "the worker raised an error" if failure.kind == "error" else failure.kind
+    return kind(f"{what} on rank {failure.rank}{place} ({device.name}): {failure.message}")
+
+
 class MeasuringTests:
     """The hooks that run for every test."""
 
@@ -322,6 +507,8 @@ class MeasuringTests:
         """Run a test that has no `mbmem` fixture whole in a worker."""
         plan = item.stash.get(PLAN, None)
         if plan is None or not plan.in_worker or plan.mistake is not None or self.run.worker is not None:
+            return None
+        if self.run.options.host:  # skipped in its setup
             return None
         if item.config.getoption("setuponly", False):  # --setup-only and --setup-plan run no test
             return None
@@ -339,6 +526,8 @@ class MeasuringTests:
         item.stash[RECORD] = TestRecord()
         if plan.mistake is not None:
             pytest.fail(plan.mistake, pytrace=False)
+        if plan.in_worker and self.run.options.host:
+            pytest.skip("--mbmem-host: runs recipes that are given to mbmem.measure; this test itself needs a GPU")
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -347,17 +536,26 @@ class MeasuringTests:
         if plan is None:
             return (yield)
         watch = self.run.worker.watch() if self.run.worker is not None else None
+        body = self.run.worker.watch_growth() if self.run.worker is not None and plan.growth is not None else None
         try:
             result = yield
+        except NotOnHost as error:
+            pytest.skip(str(error))
         except (Exception, pytest.fail.Exception) as error:
+            if body is not None:
+                body.close()
             with contextlib.suppress(UserError):  # the test's own failure is the one to report
                 self._judge(item, plan, watch, error)
             item.stash[RECORD].withdraw()
             raise
         try:
-            texts = self._judge(item, plan, watch)
+            texts = self._judge(item, plan, watch) + self.run.judge_savings(item, plan)
+            texts += self.run.judge_growth(item, plan, body)
         except UserError as error:
             texts = [str(error)]
+        finally:
+            if body is not None:
+                body.close()
         if texts:
             item.stash[RECORD].withdraw()
             pytest.fail("\n\n".join(texts), pytrace=False)
@@ -384,7 +582,7 @@ class MeasuringTests:
         if call.when == "call":
             from .report.junit import properties
 
-            mine = properties(record.measured)
+            mine = properties(record.measured, record.sweeps)
             names = {name for name, _ in mine}
             item.user_properties[:] = [p for p in item.user_properties if p[0] not in names] + mine
         report = yield

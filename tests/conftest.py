@@ -5,21 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import yaml  # noqa: F401 (loaded once: pytester forgets what it imports, PyYAML's C half does not)
 
-from pytest_mbmem.measure import launch
+from pytest_mbmem.measure import host, launch
+from pytest_mbmem.measure.host import HostLauncher
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.recipe import Model, Parallelism, Recipe, Training
 from pytest_mbmem.virtual_gpu.gpus import load_gpus
 
 pytest_plugins = ["pytester"]
 
+# How long an example takes depends on what else the machine does, and decides nothing.
+hypothesis.settings.register_profile(
+    "any-speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any-speed")
+
 
 @pytest.fixture(scope="session")
 def launcher() -> Iterator[Launcher]:
     """Real measurements on the default virtual GPU; one server for the whole session."""
     launcher = Launcher(load_gpus()["h100-80gb"], timeout=120)
+    yield launcher
+    launcher.close()
+
+
+@pytest.fixture(scope="session")
+def host_launcher() -> Iterator[HostLauncher]:
+    """Real numbers on the CPU; one server for the whole session."""
+    launcher = HostLauncher(timeout=120)
     yield launcher
     launcher.close()
 
@@ -62,6 +78,17 @@ def real_project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, lau
 
     monkeypatch.setattr(launch, "Launcher", shared)
     monkeypatch.setattr(launcher, "close", lambda: None)  # at the end of a session in there
+    return pytester
+
+
+@pytest.fixture
+def host_project(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, host_launcher: HostLauncher
+) -> pytest.Pytester:
+    """A project whose recipes run on the host, in forks of this session's own server."""
+    _begin(pytester, monkeypatch)
+    monkeypatch.setattr(host, "HostLauncher", lambda *, timeout: host_launcher)
+    monkeypatch.setattr(host_launcher, "close", lambda: None)  # at the end of a session in there
     return pytester
 
 

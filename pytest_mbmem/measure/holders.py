@@ -142,7 +142,7 @@ class Search:
         self._blocks = sorted(blocks, key=lambda b: b.address)
         self._addresses = [b.address for b in self._blocks]
         self._seen: dict[int, Any] = {}
-        self._with_graph: collections.deque[tuple[str, torch.Tensor]] = collections.deque()
+        self._graphs: collections.deque[_Found] = collections.deque()  # the last node of each
 
     def through_objects(self, roots: Iterable[_Found]) -> None:
         """Attributes, items and closures of all that can be reached, the shortest path first."""
@@ -151,18 +151,20 @@ class Search:
             path, thing = waiting.popleft()
             if isinstance(thing, _LEAVES) or id(thing) in self._seen:
                 continue
+            if _is_node(thing):
+                self._graphs.append((path, thing))
+                continue
             self._seen[id(thing)] = thing
             if isinstance(thing, torch.Tensor):
                 self._note(path, thing)
-                if thing.grad_fn is not None:
-                    self._with_graph.append((path, thing))
+                self._graphs.append((path, thing.grad_fn))
             waiting.extend(_children(path, thing))
 
     def through_graphs(self) -> None:
-        """The autograd graphs of the tensors that were met."""
-        while self._with_graph:
-            path, tensor = self._with_graph.popleft()
-            nodes: collections.deque[Any] = collections.deque([tensor.grad_fn])
+        """The autograd graphs of the tensors that were met, and of nodes that something refers to."""
+        while self._graphs:
+            path, last = self._graphs.popleft()
+            nodes: collections.deque[Any] = collections.deque([last])
             while nodes:
                 node = nodes.popleft()
                 if node is None or id(node) in self._seen:
@@ -187,29 +189,29 @@ class Search:
     def through_collector(self) -> None:
         """All tensors that Python's garbage collector knows, those with a graph first, and then all autograd nodes."""
         gc.unfreeze()  # what the fork server loaded may hold something by now
-        tensors = [thing for thing in gc.get_objects() if _is_tensor(thing)]
-        nodes = [thing for thing in gc.get_objects() if _is_node(thing)]
+        known = gc.get_objects()
+        tensors = [thing for thing in known if _is_tensor(thing)]
+        nodes = [thing for thing in known if _is_node(thing)]
+        del known
         ours = {id(tensors), id(nodes), id(self._seen)}
-        for tensor in tensors:
-            if tensor.grad_fn is not None:
-                self._through_owner(tensor, ours)
-        self.through_graphs()
-        for tensor in tensors:
-            if self._block(tensor):
-                self._through_owner(tensor, ours)
-        for node in nodes:
-            self._through_owner(node, ours)
-        self.through_graphs()
+        self._through_owners((tensor for tensor in tensors if tensor.grad_fn is not None), ours)
+        self._through_owners(nodes, ours)
+        self._through_owners((tensor for tensor in tensors if self._block(tensor)), ours)
 
-    def _through_owner(self, thing: Any, ours: set[int]) -> None:
-        if id(thing) in self._seen:
-            return
-        name, container = _climb(thing, ours)
-        self.through_objects([(name, container)])
-        if id(thing) not in self._seen:
-            self.through_objects([(name, thing)])
-        if _is_node(thing):
-            self.through_objects((f"{name}, {held_as}", value) for held_as, value in _held_by_node(thing))
+    def _through_owners(self, things: Iterable[Any], ours: set[int]) -> None:
+        """What leads to the things, variables of modules first, and then the autograd graphs that this led to."""
+        without_module = []
+        for thing in things:
+            if id(thing) not in self._seen:
+                name, top = _climb(thing, ours)
+                if name:
+                    self.through_objects([(name, top)])
+                    self.through_objects([(name, thing)])  # if that was not the way
+                else:
+                    without_module.append((f"a {type(top).__qualname__} that no module leads to", top))
+        self.through_graphs()
+        self.through_objects(without_module)
+        self.through_graphs()
 
     def holders(self) -> tuple[Holder, ...]:
         """All blocks, grouped by holder; most bytes first."""
@@ -359,49 +361,34 @@ def _is_tensor(thing: Any) -> bool:
 
 
 def _is_node(thing: Any) -> bool:
-    return issubclass(type(thing), torch.autograd.function.BackwardCFunction)
+    return hasattr(type(thing), "next_functions")
 
 
-_CONTAINERS = (dict, list, tuple, set, collections.deque, types.CellType)
+_CONTAINERS = (dict, list, tuple, set, frozenset, collections.deque, types.CellType)
+_MOST_STEPS, _MOST_ABOVE = 8, 50
 
 
 def _climb(thing: Any, ours: set[int]) -> _Found:
-    """The outermost plain container that leads to an object which nothing else led to, by a name for its owner."""
+    """The variable of a module that leads to an object, with its name; or else what has the object, without one."""
     seen = {*ours, id(thing)}
-    top = thing
-    for _ in range(8):
-        holders = [h for h in gc.get_referrers(top) if id(h) not in seen and not isinstance(h, types.FrameType)]
-        seen.add(id(holders))
-        for holder in holders:
-            owner, values = _namespace(holder, seen)
-            if owner:
-                return f"{owner}.{_key_of(values, top)}", top
-        container = next((h for h in holders if isinstance(h, _CONTAINERS)), None)
-        if container is None:
+    level, owner = [thing], None
+    for _ in range(_MOST_STEPS):
+        seen.add(id(level))
+        below = {id(part) for part in level}
+        above = [h for h in gc.get_referrers(*level) if id(h) not in seen and not isinstance(h, types.FrameType)]
+        seen.update(id(holder) for holder in above)
+        for holder in above:
+            module = sys.modules.get(str(holder.get("__name__"))) if isinstance(holder, dict) else None
+            if module is not None and vars(module) is holder:
+                name = next(key for key, value in vars(module).items() if id(value) in below)
+                return f"{module.__name__}.{name}", vars(module)[name]
+        if owner is None:
+            owner = next((h for h in above if not isinstance(h, _CONTAINERS)), None)
+        level = above[:_MOST_ABOVE]
+        seen.add(id(above))
+        if not level:
             break
-        top = container
-        seen.add(id(top))
-    return f"a {type(top).__qualname__} that no module leads to", top
-
-
-def _key_of(values: dict[str, Any], wanted: Any) -> str:
-    return next((key for key, value in values.items() if value is wanted), "...")
-
-
-def _namespace(holder: Any, ours: set[int]) -> tuple[str, dict[str, Any]]:
-    """The module or object that refers to something by an attribute, and its attributes; "" for a plain container."""
-    if not isinstance(holder, dict):
-        attributes = getattr(holder, "__dict__", None)
-        if isinstance(attributes, dict):
-            return f"a {type(holder).__qualname__}", attributes
-        return "", {}
-    module = sys.modules.get(str(holder.get("__name__")))
-    if module is not None and vars(module) is holder:
-        return module.__name__, holder
-    for owner in gc.get_referrers(holder):
-        if id(owner) not in ours and id(getattr(owner, "__dict__", None)) == id(holder):
-            return f"a {type(owner).__qualname__}", holder
-    return "", {}
+    return "", thing if owner is None else owner
 
 
 # Reference cycles ----------------------------------------------------------------------------------------------------

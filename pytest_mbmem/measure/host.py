@@ -7,7 +7,6 @@ virtual GPU measures. Runs in the pytest process, so it imports neither torch no
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,10 +35,11 @@ Precision = Literal["fp32", "bf16"]
 TOLERANCE: Mapping[Precision, float] = {"fp32": 1e-5, "bf16": 2e-2}
 """Largest relative error of a tensor (see `ParityRow.error`) that is still rounding.
 
-Recompute and offload repeat the same operations on the same numbers and usually differ by nothing at all. A setting that
+Recompute and offload repeat the same operations on the same numbers and mostly differ by nothing at all. A setting that
 sums in another order differs by rounding: 6e-8 a sum in fp32, which grows with the square root of its length and with
-depth (1e-6 at this size), and 4e-3 a stored value in bf16. Ten and five times that still finds a dropout mask that is not
-replayed, a gradient that is counted twice or left out, and a factor that is wrong by more than a percent or two.
+depth (5e-7 was seen at this size), and 4e-3 a stored value in bf16. Some twenty and five times that still finds a
+dropout mask that is not replayed, a gradient that is counted twice or left out, and, in bf16, a factor that is wrong by
+two percent.
 """
 
 _MOST_RANKS = 8  # processes at a time
@@ -51,14 +51,14 @@ _TRAIN, _PARITY = (f"pytest_mbmem.measure.host_worker:{name}" for name in ("trai
 
 
 def shrunk(recipe: Recipe, precision: Precision | None = None, microbatches: int = 2) -> Recipe:
-    """The recipe at the size of a host run. Sizes that are smaller already stay.
+    """The recipe at the size of a host run.
 
     Kept: the make of the model, which kinds of parallelism and memory settings there are, the optimizer and the steps.
-    Two ranks of each kind of parallelism that has more than one, data parallelism given up where that makes more than 8;
-    two layers a model chunk, evenly split; hidden size 128, 4 heads, 2 key/value groups, 8 experts of which a token
-    visits 2, a vocabulary of 250, 64 tokens; at most `microbatches` microbatches of at most 2 samples. Kernels that only
-    a GPU has are left out (fused softmax, and flash attention without context parallelism), fp16 runs as bf16, and so do
-    settings of the CUDA allocator.
+    Two ranks of each kind of parallelism that has more than one, data parallelism given up where that makes more than
+    8; two layers a model chunk, evenly split; hidden size 128 in 4 heads; at most 2 key/value groups, 8 experts of
+    which a token visits 2, a vocabulary of 250 and 64 tokens; `microbatches` microbatches of at most 2 samples. What
+    only a GPU has is left out: fused softmax, Transformer Engine, flash attention (except for context parallelism) and
+    allocator settings. fp16, whose first steps are skipped until the loss scale is found, runs as bf16.
 
     Raises `UserError` where that is not possible.
     """
@@ -68,7 +68,7 @@ def shrunk(recipe: Recipe, precision: Precision | None = None, microbatches: int
     try:
         return dataclasses.replace(
             recipe,
-            model=_shrunk_model(recipe.model, layers, parallelism),
+            model=_shrunk_model(recipe.model, layers),
             parallelism=parallelism,
             training=_shrunk_training(recipe, parallelism, precision, microbatches),
             memory=_shrunk_memory(recipe.memory, per_chunk),
@@ -102,17 +102,17 @@ def _layers_per_chunk(recipe: Recipe) -> int:
     return max(1, recipe.model.num_layers // (recipe.parallelism.pp * (recipe.parallelism.vpp or 1)))
 
 
-def _shrunk_model(model: Model, layers: int, parallelism: Parallelism) -> Model:
-    heads = 4 if model.num_attention_heads >= 4 else parallelism.tp
+def _shrunk_model(model: Model, layers: int) -> Model:
+    is_small = model.hidden_size <= 128 and model.num_attention_heads <= 4
+    hidden, heads = (model.hidden_size, model.num_attention_heads) if is_small else (128, 4)
     groups = model.num_query_groups and min(model.num_query_groups, 2 if model.query_groups > 1 else 1)
     if model.num_query_groups == model.num_attention_heads:
         groups = heads
-    moe, mla = model.moe, model.mla
     model = model.shrunk(layers=min(layers, model.num_layers))
+    moe, mla = model.moe, model.mla
     if moe is not None:
         moe = dataclasses.replace(
             moe,
-            moe_layer_freq=model.moe.moe_layer_freq if model.moe is not None else 1,  # thinned out with the layers
             num_moe_experts=min(moe.num_moe_experts, 8),
             moe_router_topk=min(moe.moe_router_topk, 2),
             moe_ffn_hidden_size=moe.moe_ffn_hidden_size and 64,
@@ -131,11 +131,11 @@ def _shrunk_model(model: Model, layers: int, parallelism: Parallelism) -> Model:
     return dataclasses.replace(
         model,
         num_layers=layers,
-        hidden_size=128,
+        hidden_size=hidden,
         num_attention_heads=heads,
         num_query_groups=groups,
         kv_channels=model.kv_channels and 16,
-        ffn_hidden_size=model.ffn_hidden_size and 256,
+        ffn_hidden_size=model.ffn_hidden_size and min(model.ffn_hidden_size, 256),
         vocab_size=min(model.vocab_size, 250),
         make_vocab_size_divisible_by=min(model.make_vocab_size_divisible_by, 128),
         max_position_embeddings=model.max_position_embeddings and min(model.max_position_embeddings, 64),
@@ -166,6 +166,7 @@ def _shrunk_training(
         main_grads=training.main_grads if kept == "bf16" else "fp32",
         attention_backend="flash" if flash else "unfused",
         masked_softmax_fusion=False,
+        transformer_impl="local",
     )
 
 
@@ -221,7 +222,7 @@ class ParityRow:
         """What is wrong with it, on one line."""
         if self.zero == self.tensors:
             return (
-                f"{self.precision} {self.kind}: all {self.tensors} tensors are zero on both sides: nothing is compared"
+                f"{self.precision} {self.kind}: all {self.tensors} tensors are zero on both sides: nothing to compare"
             )
         error = f"relative error {self.error:.2g}" + (f" ({self.remark})" if self.remark else "")
         allowed = f"tolerance {self.tolerance:g}"
@@ -243,7 +244,7 @@ class Parity:
         return bool(self.rows) and all(row.passed for row in self.rows)
 
     def error(self, kind: str | None = None, precision: Precision | None = None) -> float:
-        """The largest relative error, of all rows or of those of a kind and a precision. Raises `UserError` for none."""
+        """The largest relative error of all rows, or of a kind or a precision. Raises `UserError` if there are none."""
         chosen = [r for r in self.rows if kind in (None, r.kind) and precision in (None, r.precision)]
         if not chosen:
             have = ", ".join(dict.fromkeys(f"{row.precision} {row.kind}" for row in self.rows))
@@ -377,11 +378,7 @@ def _differences(control: Recipe, candidate: Recipe) -> dict[str, tuple[Any, Any
 
 def _wrong_steps(steps: Sequence[HostStep]) -> Iterator[Failure]:
     for number, step in enumerate(steps, 1):
-        if not math.isfinite(step.loss):
-            yield Failure("not finite", 0, f"the loss of step {number} is {step.loss}", number)
         if step.not_finite:
             yield Failure("not finite", 0, f"{step.not_finite} is not finite in step {number}", number)
-        if step.grad_norm is not None and not math.isfinite(step.grad_norm):
-            yield Failure("not finite", 0, f"the norm of all gradients of step {number} is {step.grad_norm}", number)
         if step.skipped:
             yield Failure("skipped step", 0, f"the optimizer skipped step {number}", number)

@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -42,16 +42,24 @@ def train(recipe: dict[str, Any], timeout: float) -> dict[str, Any]:
         if "failure" in results:
             return {"steps": [], **results}
         ranks = results["run"]
-    steps = [
-        {
-            "loss": _mean([step["loss"] for step in of_ranks if step["loss"] is not None]),
-            "grad_norm": of_ranks[0]["grad_norm"],
-            "skipped": any(step["skipped"] for step in of_ranks),
-            "not_finite": next((step["not_finite"] for step in of_ranks if step["not_finite"]), ""),
-        }
-        for of_ranks in zip(*ranks, strict=True)
-    ]
-    return {"steps": steps, "failure": None}
+    return {"steps": [_merged(of_ranks) for of_ranks in zip(*ranks, strict=True)], "failure": None}
+
+
+def _merged(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One step of all ranks."""
+    loss = _mean([step["loss"] for step in ranks if step["loss"] is not None])
+    norm = ranks[0]["grad_norm"]
+    not_finite = [step["not_finite"] for step in ranks if step["not_finite"]]
+    if norm is not None and not math.isfinite(norm):
+        norm, not_finite = None, ["the norm of all gradients", *not_finite]
+    if not math.isfinite(loss):
+        not_finite.insert(0, "the loss")
+    return {
+        "loss": loss if math.isfinite(loss) else None,
+        "grad_norm": norm,
+        "skipped": any(step["skipped"] for step in ranks),
+        "not_finite": not_finite[0] if not_finite else "",
+    }
 
 
 def parity(control: dict[str, Any], candidate: dict[str, Any], timeout: float) -> dict[str, Any]:
@@ -294,7 +302,16 @@ def compare(pairs: list[tuple[_Values, _Values]]) -> list[dict[str, Any]]:
 
 
 def _row(kind: str, pairs: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]) -> dict[str, Any]:
-    row: dict[str, Any] = {"kind": kind, "tensors": 0, "equal": 0, "zero": 0, "error": -1.0, "name": "", "rank": 0, "remark": ""}
+    row: dict[str, Any] = {
+        "kind": kind,
+        "tensors": 0,
+        "equal": 0,
+        "zero": 0,
+        "error": -1.0,
+        "name": "",
+        "rank": 0,
+        "remark": "",
+    }
     for rank, (control, candidate) in enumerate(pairs):
         for name in dict.fromkeys((*control, *candidate)):
             error, remark = _error(control.get(name), candidate.get(name))

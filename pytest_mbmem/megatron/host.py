@@ -155,6 +155,8 @@ def install() -> None:
         setattr(torch.Tensor, name, method)
     for name, function in _TORCH_CUDA.items():
         setattr(torch.cuda, name, function)
+    for name in ("range_push", "range_pop"):  # CPU builds of torch lack them
+        setattr(torch.cuda.nvtx, name, lambda *_: None)
     torch.cuda.random.get_rng_state = _TORCH_CUDA["get_rng_state"]
     # It would wait for CUDA to be initialized (core 0.16 to 0.19).
     random._set_cuda_rng_state = _TORCH_CUDA["set_rng_state"]

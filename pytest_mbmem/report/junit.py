@@ -40,7 +40,7 @@ def _figures(measured: Measured) -> Iterator[tuple[str, object]]:
         yield "phase", worst.peak_phase().name
         yield "flops_per_step", measurement.flops_per_step
     if measurement.steps:
-        yield "losses", " ".join(f"{step.loss:.6g}" for step in measurement.steps)
+        yield "losses", " ".join("nan" if step.loss is None else f"{step.loss:.6g}" for step in measurement.steps)
     for judged in measured.judged:
         yield from _verdict(judged)
     seen: Counter[str] = Counter()

@@ -73,7 +73,7 @@ def worst_of(measurement: Measurement) -> RankMeasurement | None:
 def losses_of(measurement: Measurement) -> str:
     """Of the first and the last step of a host run, as in "5.5910 -> 5.5845"."""
     ends = measurement.steps[:1] + measurement.steps[1:][-1:]
-    return " -> ".join(f"{step.loss:.4f}" for step in ends)
+    return " -> ".join(NOTHING if step.loss is None else f"{step.loss:.4f}" for step in ends)
 
 
 def coordinates_of(rank: RankMeasurement) -> str:

@@ -162,11 +162,9 @@ def test_what_a_call_prints_is_its_output(launcher: Launcher) -> None:
 
 
 def test_a_recipe_that_cannot_be_measured_yet_is_refused_before_anything_starts(small_recipe: Recipe) -> None:
-    from pytest_mbmem.models import preset
-
     launcher = Launcher(load_gpus()["h100-80gb"])
-    with pytest.raises(UserError, match="cannot be measured yet"):
-        launcher.measure(small_recipe.but(model=preset("mixtral-8x7b")))
+    with pytest.raises(UserError, match=r"cannot be measured yet: parallelism\.cp with"):
+        launcher.measure(small_recipe.but(cp=2))
     assert launcher._server is None
 
 
