@@ -58,32 +58,32 @@ class _GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tokens: torch.Tensor, weight: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:  # type: ignore[no-untyped-def]
         ctx.sizes = sizes
-        ctx.ends = None
+        ends = None
         if _has_grouped_kernel(tokens, weight):
-            ctx.ends = torch.tensor(sizes).cumsum(0).to(tokens.device, torch.int32)
-            output = F.grouped_mm(tokens, weight.transpose(1, 2), offs=ctx.ends)
+            ends = torch.tensor(sizes).cumsum(0).to(tokens.device, torch.int32)
+            output = F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
         else:
             output = tokens.new_empty(tokens.size(0), weight.size(1))
             for rows, expert, out in zip(tokens.split(sizes), weight, output.split(sizes), strict=True):
                 torch.mm(rows, expert.t(), out=out)
-        ctx.save_for_backward(tokens, weight)
+        ctx.save_for_backward(tokens, weight, ends)
         return output
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:  # type: ignore[no-untyped-def]
-        tokens, weight = ctx.saved_tensors
+        tokens, weight, ends = ctx.saved_tensors
         grad = grad.contiguous()
         token_grad = weight_grad = None
         if ctx.needs_input_grad[0]:
-            if ctx.ends is not None:
-                token_grad = F.grouped_mm(grad, weight, offs=ctx.ends)
+            if ends is not None:
+                token_grad = F.grouped_mm(grad, weight, offs=ends)
             else:
                 token_grad = torch.empty_like(tokens)
                 for rows, expert, out in zip(grad.split(ctx.sizes), weight, token_grad.split(ctx.sizes), strict=True):
                     torch.mm(rows, expert, out=out)
         if ctx.needs_input_grad[1]:
-            if ctx.ends is not None:
-                weight_grad = F.grouped_mm(grad.t(), tokens, offs=ctx.ends)
+            if ends is not None:
+                weight_grad = F.grouped_mm(grad.t(), tokens, offs=ends)
             else:
                 weight_grad = torch.empty_like(weight)
                 for rows, inputs, out in zip(grad.split(ctx.sizes), tokens.split(ctx.sizes), weight_grad, strict=True):

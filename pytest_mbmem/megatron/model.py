@@ -133,7 +133,7 @@ def live_model(
     virtual: bool = True,
     initialize: Callable[[Recipe, int], None] = solo.initialize,
 ) -> LiveModel:
-    """Build rank `rank` of the recipe's job on the current CUDA device: alone (see `solo`), or as `initialize` has it."""
+    """Build rank `rank` of the recipe's job on the current CUDA device: alone (see `solo`) or as `initialize` says."""
     if virtual:
         stand_ins.install()
         offload.leave_out_host_values()

@@ -4,8 +4,8 @@
   for memory: the same tensors leave and come back at the same layers.
 - Fine-grained offload by module (`offload_modules`) is Megatron's own. It sets a flag in Transformer Engine for that
   library's modules and refuses to run without the library; here it sets a flag that nobody reads.
-- Optimizer offload (`optimizer_cpu_offload`) is Megatron's `HybridDeviceOptimizer` over torch's optimizers. On a virtual
-  GPU its host half holds its memory and computes nothing.
+- Optimizer offload (`optimizer_cpu_offload`) is Megatron's `HybridDeviceOptimizer` over torch's optimizers. On a
+  virtual GPU its host half holds its memory and computes nothing.
 
 With Transformer Engine installed, Megatron finds the original and the equivalents stay out.
 """
@@ -48,15 +48,15 @@ def check(recipe: Recipe) -> None:
     memory, precision = recipe.memory, recipe.training.precision
     if memory.cpu_offloading_weights:
         raise UserError(
-            "memory.cpu_offloading_weights: true changes nothing; Transformer Engine, which does it, ignores the setting"
+            "memory.cpu_offloading_weights: true changes nothing; Transformer Engine, whose it is, ignores it"
         )
     # HybridDeviceOptimizer loses its parameters when a wrapper swaps them for fp32 ones, and takes no views of
     # parameters that are fp32 already (core 0.16 to 0.19: a KeyError, and a ValueError of torch's).
     if memory.optimizer_cpu_offload and (precision == "fp32") == recipe.parallelism.distributed_optimizer:
-        with_or_without = "without" if precision == "fp32" else "with"
+        needed = "false" if precision == "fp32" else "true"
         raise UserError(
-            f"memory.optimizer_cpu_offload: with training.precision {precision!r} Megatron's HybridDeviceOptimizer works "
-            f"only {with_or_without} parallelism.distributed_optimizer"
+            f"memory.optimizer_cpu_offload: true with training.precision {precision!r} needs "
+            f"parallelism.distributed_optimizer {needed}; Megatron's HybridDeviceOptimizer fails otherwise"
         )
 
 
@@ -75,7 +75,7 @@ def assumptions(recipe: Recipe, virtual: bool) -> tuple[str, ...]:
 # --- layers ----------------------------------------------------------------------------------------------------------
 
 _FEWEST_ELEMENTS = 256 * 1024
-"""Smaller tensors stay on the device (as in Transformer Engine 2)."""
+"""Smaller tensors stay on the device (as in Transformer Engine 2.20)."""
 
 
 def _get_cpu_offload_context(
@@ -107,21 +107,22 @@ class _Layer:
     stream: torch.cuda.Stream
     device: list[torch.Tensor] = field(default_factory=list)
     host: list[torch.Tensor] = field(default_factory=list)
-    views: list[tuple[int, Any]] = field(default_factory=list)  # index of the tensor; shape, stride, offset of the view
+    views: list[tuple[int, Any]] = field(default_factory=list)  # index of the tensor; shape, stride, offset in it
+    copied: torch.cuda.Event | None = None
 
     def save(self, tensor: torch.Tensor) -> int | torch.Tensor:
         """A number to `load` it by, or the tensor itself if it stays on the device."""
-        moved = tensor
-        if tensor._base is not None and (not tensor.is_contiguous() or tensor._base.numel() == tensor.numel()):
-            moved = tensor._base
+        base = tensor if tensor._base is None else tensor._base
+        whole = not tensor.is_contiguous() or base.numel() == tensor.numel()
+        moved = base if whole and base.dtype is tensor.dtype else tensor
         stays = tensor.numel() < _FEWEST_ELEMENTS or isinstance(tensor, torch.nn.Parameter)
         if stays or not moved.is_cuda or not _is_dense(moved):
             return tensor
         index = next((i for i, known in enumerate(self.device) if _is_same(known, moved)), len(self.device))
         if index == len(self.device):
             self.device.append(moved)
-        view = None if moved is tensor else (tensor.shape, tensor.stride(), tensor.storage_offset())
-        self.views.append((index, view))
+        offset = tensor.storage_offset() - moved.storage_offset()
+        self.views.append((index, None if moved is tensor else (tensor.shape, tensor.stride(), offset)))
         return len(self.views) - 1
 
     def load(self, saved: int | torch.Tensor) -> torch.Tensor:
@@ -129,7 +130,10 @@ class _Layer:
             return saved
         index, view = self.views[saved]
         tensor = self.device[index]
-        return tensor if view is None else tensor.as_strided(*view)
+        if view is None:
+            return tensor
+        shape, stride, offset = view
+        return tensor.as_strided(shape, stride, tensor.storage_offset() + offset)
 
     def start_offload(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream())
@@ -137,9 +141,10 @@ class _Layer:
             for tensor in self.device:
                 self.host.append(torch.empty_like(tensor, device="cpu", pin_memory=True))
                 self.host[-1].copy_(tensor, non_blocking=True)
+        self.copied = self.stream.record_event()
 
     def finish_offload(self) -> None:
-        torch.cuda.current_stream().wait_stream(self.stream)
+        self.wait()
         self.device = []
 
     def start_reload(self) -> None:
@@ -149,16 +154,19 @@ class _Layer:
         with torch.cuda.stream(self.stream):
             for tensor, host in zip(self.device, self.host, strict=True):
                 tensor.copy_(host, non_blocking=True)
+        self.copied = self.stream.record_event()
 
-    def begin_backward(self) -> None:
-        torch.cuda.current_stream().wait_stream(self.stream)
+    def wait(self) -> None:
+        """Have the current stream wait for the copies that were started last."""
+        if self.copied is not None:
+            torch.cuda.current_stream().wait_event(self.copied)
 
     def clear(self) -> None:
-        self.device, self.host, self.views = [], [], []
+        self.device, self.host, self.views, self.copied = [], [], [], None
 
 
 class LayerOffload:
-    """Offloads what the first `offloaded` of `layers` layers save for backward, as Transformer Engine 2 does.
+    """Offloads what the first `offloaded` of `layers` layers save for backward, as Transformer Engine 2.20 does.
 
     A layer's copies start when the next layer starts. Its device memory is free when the layer `layers - offloaded`
     places later starts, and it is copied back when the backward of the layer before that one starts; so a forward ends
@@ -168,7 +176,7 @@ class LayerOffload:
     """
 
     inside_context = False
-    """Megatron's linear layers mark their inputs for Transformer Engine where this is true; nothing here reads marks."""
+    """Where true, Megatron's linear layers mark their inputs for Transformer Engine; nothing here reads marks."""
 
     def __init__(self, offloaded: int, layers: int) -> None:
         self.count, self.distance = layers, layers - offloaded
@@ -213,7 +221,7 @@ class LayerOffload:
             coming.start_reload()
         self._in_backward = self._layer(number)
         if self._in_backward:
-            self._in_backward.begin_backward()
+            self._in_backward.wait()
 
     def _end_backward(self) -> None:
         if self._in_backward:
@@ -238,6 +246,8 @@ def leave_out_host_values() -> None:
     Its values come from the device, which computes none. Memory that nobody writes costs the machine nothing, so a
     share that fills the host of a real job fits here too.
     """
+    # deterministic algorithms fill it with NaN
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     megatron_optimizer.CPUAdam, megatron_optimizer.CPUSGD = _HostAdam, _HostSGD
     HybridDeviceOptimizer._get_sub_optimizer_param_groups = _sub_optimizer_param_groups
 
@@ -245,7 +255,7 @@ def leave_out_host_values() -> None:
 class _HostAdam(torch.optim.AdamW):
     """AdamW whose state has its memory and whose step does nothing."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and not self.state[parameter]:
@@ -259,7 +269,7 @@ class _HostAdam(torch.optim.AdamW):
 class _HostSGD(torch.optim.SGD):
     """SGD likewise."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None and group["momentum"] and not self.state[parameter]:

@@ -149,6 +149,56 @@ result = [x.tolist(), y.tolist(), read_counters().kernel_launches - before]
 """) == [[0, 0, 0, 0], [0, 0, 0, 0], 2]
 
 
+def test_bytes_between_host_and_device_are_counted_by_direction_and_device(on_gpu):
+    counted, elsewhere = on_gpu(
+        """
+from pytest_mbmem.virtual_gpu.counters import read_counters
+from ctypes import CDLL, c_size_t, c_void_p
+def moved(device=0):
+    counters = read_counters(device)
+    return [counters.bytes_to_host, counters.bytes_to_device]
+result = [[moved()]]
+large = torch.ones(3 * 2**20, dtype=torch.uint8)
+device = large.cuda()
+result[0].append(moved())
+pinned = torch.empty(3 * 2**20, dtype=torch.uint8, pin_memory=True)
+pinned[:1000].copy_(device[5:1005], non_blocking=True)
+result[0].append(moved())
+device.clone()
+torch.zeros(1000, device="cuda")
+large.clone()
+result[0].append(moved())
+to, from_ = c_void_p(device.data_ptr()), c_void_p(large.data_ptr())
+assert CDLL(None).cudaMemcpy2D(to, c_size_t(16), from_, c_size_t(8), c_size_t(4), c_size_t(3), 1) == 0
+assert CDLL(None).cudaMemcpy(from_, to, c_size_t(2**40), 2) == 1  # not all of it is there
+CDLL(None).cudaGetLastError()
+result[0].append(moved())
+torch.arange(10, device="cuda:0").to("cuda:1")
+torch.ones(10, dtype=torch.uint8).to("cuda:1")
+result.append([moved(0), moved(1)])
+""",
+        count=2,
+    )
+    large = 3 * 2**20
+    assert counted == [[0, 0], [0, large], [1000, large], [1000, large], [1000, large + 12]]
+    assert elsewhere == [[1000, large + 12], [0, 10]]
+
+
+def test_copies_into_expandable_segments_are_counted_too(on_gpu):
+    conf = "expandable_segments:True"
+    assert on_gpu(
+        """
+from pytest_mbmem.virtual_gpu.counters import read_counters
+x = torch.ones(30 * 2**20, dtype=torch.uint8).cuda()
+x[7:1007].cpu()
+counters = read_counters()
+result = [counters.bytes_to_host, counters.bytes_to_device]
+""",
+        PYTORCH_ALLOC_CONF=conf,
+        PYTORCH_CUDA_ALLOC_CONF=conf,
+    ) == [1000, 30 * 2**20]
+
+
 def test_memory_that_pytorch_hands_out_again_holds_what_the_host_wrote_there(on_gpu):
     assert on_gpu("""
 old = torch.full((1,), 7).cuda()
