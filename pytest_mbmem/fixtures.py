@@ -155,9 +155,7 @@ class Mbmem:
         if sweep not in sweeps:
             sweeps.append(sweep)
 
-    def parity(
-        self, control: Given, candidate: Given, *, precisions: Sequence[Precision] = ("fp32", "bf16")
-    ) -> Parity:
+    def parity(self, control: Given, candidate: Given, *, precisions: Sequence[Precision] = ("fp32", "bf16")) -> Parity:
         """Compare a candidate's numbers with its control's: real ones, on the CPU, both shrunk alike.
 
         One step of two microbatches on all ranks of the shrunk recipe (at most two of each kind of parallelism):

@@ -197,7 +197,8 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
     """Judge the worst rank's peak by the gate's limit, or by the baseline entry of the test.
 
     The first of these that holds: the measurement failed ("out of memory", "no effect", "invalid"); there is no entry
-    ("missing"); the entry belongs to another recipe ("stale"); the entry lacks the gated figure ("missing"); then the comparison.
+    ("missing"); the entry belongs to another recipe ("stale"); the entry lacks the gated figure ("missing"); then the
+    comparison.
     Raises `UserError` if the gate's phase selects nothing in the measurement.
     """
     figure = baseline.figures.get(gate.metric_id) if baseline is not None and gate.limit is None else None

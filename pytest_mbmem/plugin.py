@@ -25,8 +25,8 @@ _MARKER_HELP = (
 
 _SAVING_MARKER_HELP = (
     f'{SAVING_MARKER}(control, *, at_least=None, max_slowdown=None, metric="allocated", phase=None, settings=None): '
-    'fail when peak GPU memory is not at_least ("1 GiB", "5%") below that of the control (a recipe, or the settings that '
-    'it has instead), or when a step has more than max_slowdown ("7%") extra FLOPs'
+    'fail when peak GPU memory is not at_least ("1 GiB", "5%") below that of the control (a recipe, or the settings '
+    'that it has instead), or when a step has more than max_slowdown ("7%") extra FLOPs'
 )
 
 _GROWTH_MARKER_HELP = (

@@ -718,8 +718,9 @@ class Recipe(Part):
     def but(self, **changes: object) -> Recipe:
         """The same recipe with other values, named without their part: `recipe.but(tp=2, seq_length=1024)`.
 
-        Takes whole parts too (`model=...`); a field given beside its part is set in the new part. Fields of `moe`, `mla`
-        and `lora` can be named where the recipe has them. Raises `UserError` for an unknown name or an impossible value.
+        Takes whole parts too (`model=...`); a field given beside its part is set in the new part. Fields of `moe`,
+        `mla` and `lora` can be named where the recipe has them. Raises `UserError` for an unknown name or an impossible
+        value.
         """
         names = setting_names()
         for name in changes:

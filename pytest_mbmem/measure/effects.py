@@ -14,14 +14,23 @@ from ..errors import UserError
 from ..measurement import Failure, RankMeasurement
 from ..recipe import Memory, Recipe
 
-_WITHOUT_RECOMPUTE = dict.fromkeys(
-    ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers")
-) | {"distribute_saved_activations": False}
-_WITHOUT_LAYER_OFFLOAD = {
+_WITHOUT_RECOMPUTE: dict[str, object] = {
+    "recompute_granularity": None,
+    "recompute_modules": None,
+    "recompute_method": None,
+    "recompute_num_layers": None,
+    "distribute_saved_activations": False,
+}
+_WITHOUT_LAYER_OFFLOAD: dict[str, object] = {
     "cpu_offloading": False,
     "cpu_offloading_num_layers": None,
     "cpu_offloading_activations": True,
     "cpu_offloading_weights": False,
+}
+_WITHOUT_OPTIMIZER_OFFLOAD: dict[str, object] = {
+    "optimizer_cpu_offload": False,
+    "optimizer_offload_fraction": 1.0,
+    "overlap_cpu_optimizer_d2h_h2d": False,
 }
 
 
@@ -38,7 +47,7 @@ def _settings(memory: Memory) -> Iterator[tuple[str, dict[str, object]]]:
     if memory.recompute_granularity == "full":
         yield "memory.recompute_granularity 'full'", _WITHOUT_RECOMPUTE
     elif memory.recompute_granularity == "selective" and memory.recompute_modules is None:
-        yield "memory.recompute_granularity 'selective' (core_attn)", {**_WITHOUT_RECOMPUTE}
+        yield "memory.recompute_granularity 'selective' (core_attn)", _WITHOUT_RECOMPUTE
     for label in memory.recompute_modules or ():
         rest = tuple(other for other in memory.recompute_modules or () if other != label)
         yield f"memory.recompute_modules {label!r}", {"recompute_modules": rest}
@@ -50,8 +59,7 @@ def _settings(memory: Memory) -> Iterator[tuple[str, dict[str, object]]]:
         rest = tuple(other for other in memory.offload_modules if other != label)
         yield f"memory.offload_modules {label!r}", {"offload_modules": rest}
     if memory.optimizer_cpu_offload:
-        without = {"optimizer_cpu_offload": False, "optimizer_offload_fraction": 1.0}
-        yield "memory.optimizer_cpu_offload", {**without, "overlap_cpu_optimizer_d2h_h2d": False}
+        yield "memory.optimizer_cpu_offload", _WITHOUT_OPTIMIZER_OFFLOAD
 
 
 def failures(ranks: Sequence[RankMeasurement], without: Mapping[str, Mapping[int, int | None]]) -> list[Failure]:

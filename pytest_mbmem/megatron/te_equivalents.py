@@ -3,9 +3,9 @@
 For recipes with `training.transformer_impl: transformer_engine` on a virtual GPU. The layers themselves are Megatron's
 local ones: a norm and a linear apart hold what Transformer Engine's fused pair holds. Three things differ there:
 
-- one workspace for all its matrix multiplications: 32 MiB from compute capability 9.0 on, 4 MiB before it (the size that
-  `get_cublas_workspace_size_bytes` of transformer_engine.pytorch gives);
-- unfused attention takes fresh memory for the input of its scores, where Megatron's own keeps a buffer for the whole job;
+- one workspace for all its matrix multiplications: 32 MiB from compute capability 9.0 on, 4 MiB before it (the size
+  that `get_cublas_workspace_size_bytes` of transformer_engine.pytorch gives);
+- unfused attention takes fresh memory for the input of its scores, where Megatron's own keeps a buffer for the job;
 - fused attention makes queries, keys and values contiguous unless they are packed as one of its layouts. Of grouped
   queries the keys and values would keep the whole projection alive as views of it; copies do not.
 """
