@@ -52,12 +52,17 @@ def check_settings(settings: object, source: str) -> tuple[str, ...]:
 
 
 def matched(
-    control: Recipe, candidate: Recipe, settings: Sequence[str] | None, source: str
+    control: Recipe,
+    candidate: Recipe,
+    settings: Sequence[str] | None,
+    source: str,
+    remedy: str = "Make them equal, or name in settings=[...] all that may differ",
 ) -> dict[str, tuple[Any, Any]]:
     """The settings that differ: dotted key -> (the control's value, the candidate's), plain data.
 
     Only `settings` may differ: a field ("tp"), its key ("parallelism.tp") or a part ("memory"). None stands for
-    `MEMORY_SETTINGS`. Raises `UserError`, with `source` in front, if anything else differs, or nothing does.
+    `MEMORY_SETTINGS`. Raises `UserError`, with `source` in front, if anything else differs (`remedy`: what to do then),
+    or nothing does.
     """
     differences = {key: (_plain(a), _plain(b)) for key, (a, b) in control.differences(candidate).items()}
     if not differences:
@@ -68,8 +73,7 @@ def matched(
         listed = "; ".join(differences_lines(others))
         rule = "memory settings" if settings is None else ", ".join(settings)
         raise UserError(
-            f"{source}: control and candidate differ in more than {rule}: {listed} (control -> candidate). "
-            "Make them equal, or name in settings=[...] all that may differ"
+            f"{source}: control and candidate differ in more than {rule}: {listed} (control -> candidate). {remedy}"
         )
     return differences
 
@@ -282,6 +286,12 @@ class Comparison:
         control, extra = self.control.flops_per_step, self.extra.flops
         return extra / control if control and extra is not None else None
 
+    @property
+    def more_traffic(self) -> bool:
+        """Whether the candidate communicates more in some process group, or moves more one way: `slowdown` is blind."""
+        extra = self.extra
+        return any(size > 0 for size in (*extra.collective_bytes.values(), *extra.moved_bytes.values()))
+
     def explain(self) -> str:
         """The verdict in one or two sentences."""
         verdict = self.verdict
@@ -297,7 +307,7 @@ class Comparison:
             )
         if control is not None:
             too = "; the candidate does not run either" if candidate is not None else ""
-            return f"the control itself does not run: {how(control)}: {said(control)}{too}"
+            return f"{control_failed(control)}: {said(control)}{too}"
         if candidate is not None and verdict == "no effect":
             return f"no effect: {said(candidate)}"
         if candidate is not None:
@@ -411,6 +421,13 @@ class Comparison:
 def how(failure: Failure) -> str:
     """As in "out of memory on rank 3 in step-1/forward"."""
     return f"{failure.kind} on rank {failure.rank}" + (f" in {failure.name}" if failure.name else "")
+
+
+def control_failed(failure: Failure) -> str:
+    """What is wrong with a control that ended so. One whose own setting is idle did run."""
+    if failure.kind == "no effect":
+        return f"a setting of the control itself has no effect, on rank {failure.rank}"
+    return f"the control itself does not run: {how(failure)}"
 
 
 def said(failure: Failure) -> str:

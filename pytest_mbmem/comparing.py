@@ -15,7 +15,7 @@ from .errors import UserError
 from .gates import GATED_METRICS, GatedMetric
 from .measurement import Measurement, check_phase
 from .recipe import Recipe
-from .savings import SavingGate, SavingJudgement, changed, is_changes, judge_failed, judge_saving
+from .savings import SavingGate, SavingJudgement, changed, is_changes, judge_failed, judge_saving, settings_of
 from .sweep import CONTROL, Sweep, named_settings, recipes_of
 from .validation import show
 
@@ -66,7 +66,7 @@ class Comparing:
             else:
                 second = self._run.recipe(item, candidate, "mbmem.compare")
         if allowed is None:  # whoever writes changes has named them
-            allowed = next((tuple(given) for given in (control, candidate) if is_changes(given)), None)
+            allowed = next((settings_of(given) for given in (control, candidate) if is_changes(given)), None)
         differences = matched(first, second, allowed, source)
         before, after = self._measurements([first, second], ranks)
         return Sweep.of((CONTROL, before), [(name or "candidate", after, differences)], metric, phase, None)
@@ -102,13 +102,18 @@ class Comparing:
 
     def _measurements(self, recipes: Sequence[Recipe], ranks: Ranks) -> list[Measurement]:
         """Each recipe's, measured now if it was not before."""
-        keys = [(recipe, repr(ranks)) for recipe in recipes]
-        missing = {key: key[0] for key in keys if key not in self._measured}
+        keys = [_key(recipe, ranks) for recipe in recipes]
+        missing = {key: recipe for key, recipe in zip(keys, recipes, strict=True) if key not in self._measured}
         found = dict(zip(missing, self._run.launcher.measure_many(list(missing.values()), ranks=ranks), strict=True))
         for key, measurement in found.items():
             if measurement.failure is None or measurement.failure.kind in _LASTING:
                 self._measured[key] = measurement
         return [found[key] if key in found else self._measured[key] for key in keys]
+
+
+def _key(recipe: Recipe, ranks: Ranks) -> tuple[object, ...]:
+    """The same for all that is measured alike; what the ranks may be is checked when they are measured."""
+    return recipe.digest, *((ranks,) if isinstance(ranks, str) else map(repr, ranks))
 
 
 def _check(name: object, metric: object, phase: object, source: str) -> None:

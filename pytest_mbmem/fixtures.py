@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from .errors import OutOfMemory, UserError
+from .errors import OutOfMemory, Refused, UserError
 from .session import PLAN, RECORD, RUN, Plan, TestRecord
 
 if TYPE_CHECKING:
@@ -155,11 +155,11 @@ class Mbmem:
         if sweep not in sweeps:
             sweeps.append(sweep)
 
-    def parity(self, control: Given, candidate: Given, *, precisions: Sequence[Precision] = ("fp32", "bf16")) -> Parity:
+    def parity(self, control: Given, candidate: Given, *, precisions: Sequence[Precision] | None = None) -> Parity:
         """Compare a candidate's numbers with its control's: real ones, on the CPU, both shrunk alike.
 
         One step of two microbatches on all ranks of the shrunk recipe (at most two of each kind of parallelism):
-        outputs, input gradients, weight gradients, accumulated and reduced main gradients, and updated parameters.
+        outputs, input gradients, weight gradients, accumulated and reduced main gradients, and parameter updates.
         Parameters that start at zero (LoRA's B) get random values, so that there is a gradient to compare. Dropout may
         be on: recompute must replay it.
 
@@ -167,7 +167,8 @@ class Mbmem:
             control: a recipe as `measure` takes it.
             candidate: the same but for memory settings, which are `memory` and LoRA's input re-gather; or just the
                 settings that it has instead of the control's, as in {"recompute_granularity": "selective"}.
-            precisions: "fp32", where what is more than rounding must be a fault, and "bf16", what training uses.
+            precisions: "fp32", where what is more than rounding must be a fault, and "bf16", what training uses. None:
+                both, without one that the recipe cannot have (fp32 with context parallelism), as the table then says.
 
         Returns the table of errors (`print(parity.table())`). Raises:
             ParityFailed: an AssertionError that names the worst tensor of each kind beyond its tolerance.
@@ -248,7 +249,7 @@ def megatron_model(request: pytest.FixtureRequest) -> Iterator[Callable[..., Liv
             if any(model.is_open for model in built):
                 raise UserError("megatron_model: one model at a time; call its close() before building the next")
             built.append(worker.build(run.recipe(request.node, recipe, "megatron_model"), rank))
-        except UserError as error:
+        except (UserError, Refused) as error:
             pytest.fail(str(error), pytrace=False)
         return built[-1]
 

@@ -274,6 +274,12 @@ class Growth:
         what = f"{self._of().strip()}, " if self.name else ""
         return "\n".join([*lines, f"{what}slack {format_bytes(self.slack)}"])
 
+    def summary(self) -> GrowthSummary:
+        """What reports say of it."""
+        largest_first = tuple(sorted(self.findings, key=lambda f: -f.bytes))
+        figures = (self.per_step, self.over_control, self.per_microbatch, self.freed_by_gc)
+        return GrowthSummary(self.name, self.passed, self.headline(), self.slack, *figures, largest_first)
+
     def __repr__(self) -> str:
         return f"<Growth: {self.headline()}>"
 
@@ -282,24 +288,52 @@ class Growth:
 
 
 @dataclass(frozen=True)
+class GrowthSummary:
+    """The verdict of a `no_memory_growth` marker and its figures in bytes, for reports."""
+
+    name: str  # of the measurement or the watched step
+    passed: bool
+    headline: str
+    slack: int
+    per_step: int
+    over_control: int
+    per_microbatch: int
+    freed_by_gc: int
+    findings: tuple[Finding, ...] = ()  # the largest first
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], source: str) -> GrowthSummary:
+        """Read what `to_json` wrote. Raises `UserError` naming `source` for anything else."""
+        return cast(GrowthSummary, read_plain(cls, data, source))
+
+
+@dataclass(frozen=True)
 class GrowthRule:
     """The rule of a `no_memory_growth` marker."""
 
     steps: int = MIN_STEPS
     slack: int = DEFAULT_SLACK
-    control: Recipe | None = None
-    """None: the recipe without recompute and activation offload, where it has any."""
+    control: Recipe | Mapping[str, object] | None = None
+    """A recipe, or the settings that it has instead of the one that is run. None: that one without recompute and
+    activation offload, where it has any."""
     microbatches: tuple[int, int] | None = None
     """Two numbers of microbatches a step that are compared. None: see `microbatch_pair`."""
     given: frozenset[str] = frozenset()  # the arguments that were named
 
     @classmethod
     def make(
-        cls, arguments: Mapping[str, object], where: str, as_recipe: Callable[[Any], Recipe] | None = None
+        cls,
+        arguments: Mapping[str, object],
+        where: str,
+        as_control: Callable[[Any], Recipe | Mapping[str, object]] | None = None,
     ) -> GrowthRule:
         """Check arguments; None stands for one that is not given. Raises `UserError` with `where` in front.
 
-        `as_recipe` makes a recipe of what `control` may be.
+        `as_control` makes a recipe, or changes of one, of what `control` may be.
         """
         for name in arguments:
             if name not in _KEYWORDS:
@@ -310,18 +344,22 @@ class GrowthRule:
         if type(steps) is not int or not MIN_STEPS <= steps <= 1000:
             raise UserError(f"{where}(steps=...): {show(steps)} is not a whole number from {MIN_STEPS} to 1000")
         slack = parse_bytes(given.get("slack", DEFAULT_SLACK), f"{where}(slack=...)")
-        control = as_recipe(given["control"]) if as_recipe and "control" in given else None
+        control = as_control(given["control"]) if as_control and "control" in given else None
         pair = _pair(given["microbatches"], where) if "microbatches" in given else None
         return cls(steps, slack, control, pair, frozenset(given))
 
     @classmethod
     def from_marker(
-        cls, args: Sequence[object], kwargs: Mapping[str, object], source: str, as_recipe: Callable[[Any], Recipe]
+        cls,
+        args: Sequence[object],
+        kwargs: Mapping[str, object],
+        source: str,
+        as_control: Callable[[Any], Recipe | Mapping[str, object]],
     ) -> GrowthRule:
         """The rule that a marker's arguments describe; `source` is the test's node id."""
         if args:
             raise UserError(f"{source}: {MARKER}() takes no positional argument; name it: {', '.join(_KEYWORDS)}")
-        return cls.make(kwargs, f"{source}: {MARKER}", as_recipe)
+        return cls.make(kwargs, f"{source}: {MARKER}", as_control)
 
     def check_in_worker(self, source: str) -> None:
         """Raise `UserError` for arguments that need recipes, where the whole test is measured instead."""
@@ -382,7 +420,7 @@ def watch(
 
     rule = GrowthRule.make({"steps": steps, "slack": slack, "microbatches": microbatches}, "growth.watch")
     run, by_number = watch_in_worker(step, rule.steps, modules, rule.microbatches)
-    growth = Growth((RankGrowth(0, run, microbatches=by_number),), rule.slack, name)
+    growth = Growth((RankGrowth(item.WORKER.rank, run, microbatches=by_number),), rule.slack, name)
     WATCHED.append(growth)
     return growth
 

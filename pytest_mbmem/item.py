@@ -73,6 +73,7 @@ class Worker:
         self.device = device
         self.reports: list[Any] = []
         self.assumptions: tuple[str, ...] = ()
+        self.notes: list[str] = []
         self.built: list[tuple[Recipe, int]] = []
         self.models: list[LiveModel] = []
         self.warnings: list[dict[str, Any]] = []
@@ -82,6 +83,11 @@ class Worker:
     def watch(self) -> Watch:
         """Begin to measure."""
         return Watch(self)
+
+    @property
+    def rank(self) -> int:
+        """Of the model that was built last; 0 in a test without a recipe."""
+        return self.built[-1][1] if self.built else 0
 
     def watch_growth(self) -> Body:
         """Begin to see what the test's body leaves behind."""
@@ -96,15 +102,16 @@ class Worker:
         from . import growth
 
         trace = body.end(fixtures, with_model=any(model.is_open for model in self.models))
-        left = growth.Growth((growth.RankGrowth(0, trace),), rule.slack)
+        left = growth.Growth((growth.RankGrowth(self.rank, trace),), rule.slack)
         return [left, *growth.WATCHED]
 
     def build(self, recipe: Recipe, rank: int) -> LiveModel:
-        """The recipe's rank as a live model. Raises `UserError` for what cannot be built."""
+        """The recipe's rank as a live model. Raises `UserError` or `Refused` for what cannot be built."""
         from .measure import launch
+        from .measure.effects import requested
         from .measure.history import cuda_is_initialized
         from .measure.ranks import chosen
-        from .megatron import stand_ins
+        from .measure.worker import assumptions, refusals
         from .megatron.model import live_model
 
         launch.check(recipe)
@@ -117,12 +124,16 @@ class Worker:
                 "has used CUDA before; build the model first"
             )
         os.environ.update(unset)
-        self.assumptions = stand_ins.ASSUMPTIONS if self.device.virtual else ()
-        self.built.append((recipe, rank))
         # Megatron warns of its own defaults, which a test may have made errors of. Until the test ends.
         warnings.filterwarnings("ignore", module=r"megatron\.")
-        self.models.append(live_model(recipe, rank, virtual=self.device.virtual))
-        return self.models[-1]
+        with refusals():
+            model = live_model(recipe, rank, virtual=self.device.virtual)
+        self.models.append(model)
+        self.built.append((recipe, rank))
+        self.assumptions = tuple(dict.fromkeys([*self.assumptions, *assumptions(recipe, self.device.virtual)]))
+        if asked := requested(recipe):
+            self.notes.append(f"only mbmem.measure checks whether {', '.join(asked)} has an effect")
+        return model
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the reports of the test."""
@@ -175,7 +186,9 @@ class Watch:
         from .measure.launch import versions
         from .measure.ranks import at
 
-        fields: dict[str, Any] = {"assumptions": _ASSUMPTIONS if self._worker.device.virtual else ()}
+        worker = self._worker
+        unbuilt = _ASSUMPTIONS if worker.device.virtual else ()
+        fields: dict[str, Any] = {"assumptions": worker.assumptions or unbuilt, "notes": tuple(worker.notes)}
         place: dict[str, Any] = {"rank": 0, "coordinates": {}}
         if len(self._worker.built) == 1:
             recipe, rank = self._worker.built[0]
@@ -184,11 +197,10 @@ class Watch:
                 "recipe": recipe.to_dict(),
                 "recipe_digest": recipe.digest,
                 "world_size": recipe.world_size,
-                "assumptions": self._worker.assumptions,
-            }
+            } | fields
         reads = self._count_zero_reads() - self._zero_reads
         if reads and not self._worker.built:  # those of Megatron's own step are among its assumptions
-            fields["notes"] = (
+            fields["notes"] += (
                 f"the test read zeros from the device {reads} times: values that kernels would have computed are not "
                 "there, so a size that depends on one is too small",
             )

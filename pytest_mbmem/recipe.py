@@ -454,7 +454,7 @@ class Memory(Part):
     recomputes nothing. None: Megatron's default, core_attn."""
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
-    """With "full": layers of a group ("uniform"), or layers of each pipeline stage that are recomputed ("block")."""
+    """With "full": layers of a group ("uniform"), or layers of each model chunk that are recomputed ("block")."""
     distribute_saved_activations: bool = False
     cpu_offloading: bool = False
     """Activations (or weights) of whole layers wait in host memory for their backward."""
@@ -528,6 +528,31 @@ class Memory(Part):
             raise BadKey("memory.optimizer_offload_fraction", problem)
 
 
+DEPENDENTS: Mapping[str, tuple[str, ...]] = {
+    "recompute_granularity": (
+        "recompute_modules",
+        "recompute_method",
+        "recompute_num_layers",
+        "distribute_saved_activations",
+    ),
+    "cpu_offloading": ("cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights"),
+    "optimizer_cpu_offload": ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
+}
+"""Memory settings, and those that have a meaning with a value of theirs alone."""
+
+
+def _with_dependents(memory: Memory, changes: Mapping[str, object]) -> dict[str, object]:
+    """The changes, and the defaults of what depends on a setting that was on and is changed, where it is not given."""
+    defaults = {f.name: f.default for f in dataclasses.fields(Memory)}
+    left = {
+        dependent: defaults[dependent]
+        for name, dependents in DEPENDENTS.items()
+        if name in changes and getattr(memory, name) and changes[name] != getattr(memory, name)
+        for dependent in dependents
+    }
+    return {**left, **changes}
+
+
 def _check_no_duplicates(key: str, labels: tuple[str, ...]) -> None:
     twice = sorted({label for label in labels if labels.count(label) > 1})
     if twice:
@@ -587,6 +612,9 @@ class Recipe(Part):
         if memory.cpu_offloading_num_layers is not None and memory.cpu_offloading_num_layers >= model.num_layers:
             problem = f"{memory.cpu_offloading_num_layers} is not below model.num_layers ({model.num_layers})"
             raise BadKey("memory.cpu_offloading_num_layers", problem)
+        if memory.recompute_num_layers is not None and memory.recompute_num_layers > model.num_layers:
+            problem = f"{memory.recompute_num_layers} is more than model.num_layers ({model.num_layers})"
+            raise BadKey("memory.recompute_num_layers", problem)
         if memory.distribute_saved_activations and (parallelism.sequence_parallel or parallelism.tp == 1):
             problem = "true needs parallelism.tp of 2 or more without sequence_parallel"
             raise BadKey("memory.distribute_saved_activations", problem)
@@ -719,13 +747,17 @@ class Recipe(Part):
         """The same recipe with other values, named without their part: `recipe.but(tp=2, seq_length=1024)`.
 
         Takes whole parts too (`model=...`); a field given beside its part is set in the new part. Fields of `moe`,
-        `mla` and `lora` can be named where the recipe has them. Raises `UserError` for an unknown name or an impossible
-        value.
+        `mla` and `lora` can be named where the recipe has them. Another `recompute_granularity`, `cpu_offloading=False`
+        and `optimizer_cpu_offload=False` set what depends on the former value (see `DEPENDENTS`) back to its default,
+        unless it is given too. Raises `UserError` for an unknown name or an impossible value.
         """
         names = setting_names()
         for name in changes:
             if name not in names:
                 raise BadKey("but()", f"{name!r} is not a field of a recipe; {did_you_mean(name, names)}".rstrip("; "))
+        memory = changes.get("memory", self.memory)
+        if isinstance(memory, Memory):
+            changes = _with_dependents(memory, changes)
         result = _replaced(self, changes)
         if changes:
             raise BadKey("but()", f"{', '.join(changes)}: the recipe has no such part")

@@ -16,7 +16,7 @@ from .compare import MODELLED, Comparison, check_settings, matched
 from .errors import UserError
 from .gates import GATED_METRICS, GatedMetric
 from .measurement import Measurement, check_phase, read_plain
-from .recipe import Recipe, setting_names
+from .recipe import DEPENDENTS, Recipe, setting_names
 from .units import format_bytes, format_fraction, parse_bytes, parse_fraction
 from .validation import did_you_mean, show
 
@@ -136,7 +136,7 @@ class SavingGate:
             return self.control, matched(self.control, candidate, self.settings, source)
         control = changed(candidate, self.control, source)
         # Whoever writes changes has named them.
-        return control, matched(control, candidate, self.settings or tuple(self.control), source)
+        return control, matched(control, candidate, self.settings or settings_of(self.control), source)
 
 
 def changed(recipe: Recipe, changes: Mapping[str, object], source: str) -> Recipe:
@@ -146,6 +146,11 @@ def changed(recipe: Recipe, changes: Mapping[str, object], source: str) -> Recip
         return recipe.but(**changes)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
+
+
+def settings_of(changes: Mapping[str, object]) -> tuple[str, ...]:
+    """The settings in which a recipe with these changes may differ: those named, and what goes with them."""
+    return (*changes, *(dependent for name in changes for dependent in DEPENDENTS.get(name, ())))
 
 
 def changes_label(changes: Mapping[str, object]) -> str:
@@ -278,6 +283,10 @@ def judge_saving(rule: SavingRule, comparison: Comparison) -> SavingJudgement:
     for); one side did not run ("invalid", "out of memory", "refused", "no effect"); less is saved than asked for ("no
     effect", "costs more", "saves too little"); it slows down more than allowed ("too slow"). With `at_least`, a saving
     that reaches it passes, however small it is. Raises `UserError` if the rule's phase selects nothing.
+
+    `max_slowdown` is judged by FLOPs alone, and a note says so where more bytes are communicated or moved. Where these
+    are all that a step costs, because its FLOPs stay the same (offload, re-gathering), it is "invalid": FLOPs would let
+    any slowdown pass.
     """
 
     def judgement(verdict: SavingVerdict, *notes: str) -> SavingJudgement:
@@ -304,7 +313,13 @@ def judge_saving(rule: SavingRule, comparison: Comparison) -> SavingJudgement:
         extra, before = comparison.extra.flops, comparison.control.flops_per_step
         if extra is None or not before:
             return judgement("invalid", "max_slowdown cannot be judged: FLOPs were not counted", *notes)
+        if comparison.more_traffic and not extra:
+            reason = "a slowdown by communicated or moved bytes cannot be judged without a real GPU"
+            note = f"max_slowdown: {reason}; FLOPs stay the same, for {comparison.traffic_text()}"
+            return judgement("invalid", note, *notes)
+        notes.append(f"the slowdown is {MODELLED}: FLOPs of a step of the rank that computes most stand for its time")
+        if comparison.more_traffic:
+            notes.append(f"FLOPs alone cannot judge the slowdown here; it also costs {comparison.traffic_text()}")
         if extra > Fraction(repr(rule.max_slowdown)) * before:
             return judgement("too slow", *notes)
-        notes.append(f"the slowdown is {MODELLED}: FLOPs of a step of the rank that computes most stand for its time")
     return judgement("pass", *notes)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .baselines import Baselines, Record
     from .comparing import Comparing, Given
     from .gates import Judgement, PeakGate
-    from .growth import Growth, GrowthRule
+    from .growth import Growth, GrowthRule, GrowthSummary
     from .item import Watch, Worker
     from .measure.host import HostLauncher, Parity, Precision
     from .measure.launch import Launcher
@@ -61,6 +61,7 @@ class TestRecord:
 
     measured: list[Measured] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)  # of mbmem.compare and mbmem.sweep, which no gate judges
+    growths: list[GrowthSummary] = field(default_factory=list)  # of the no_memory_growth marker
     records: list[Record] = field(default_factory=list)  # what --mbmem-update may write
 
     def withdraw(self) -> None:
@@ -75,6 +76,7 @@ class TestRecord:
         return {
             "measurements": [m.to_json() for m in self.measured],
             "sweeps": [s.to_json() for s in self.sweeps],
+            "growths": [g.to_json() for g in self.growths],
             "records": [r.to_json() for r in self.records],
         }
 
@@ -207,6 +209,11 @@ class Run:
                     "among its arguments and call mbmem.measure(recipe)"
                 )
             plan.growth = self._growth_rule(item, in_worker=plan.in_worker)
+            if plan.in_worker and plan.growth is not None and plan.gates:
+                raise UserError(
+                    f"{item.nodeid}: no_memory_growth runs the whole test without garbage collection, which changes the "
+                    f"peak that {MARKER} judges; give each marker a test of its own"
+                )
             if mbmem and model:
                 raise UserError(
                     f"{item.nodeid}: uses mbmem, which measures in workers of its own, and megatron_model, which needs "
@@ -227,17 +234,18 @@ class Run:
         return tuple(gates.values())
 
     def _savings(self, item: pytest.Item) -> tuple[SavingGate, ...]:
-        """Of all markers; the closest one decides where several compare the same figure with the same control."""
+        """Of all markers, the closest one first; only one of those that are equal."""
         markers = list(item.iter_markers(SAVING_MARKER))
         if not markers:
             return ()
         from .savings import SavingGate
 
-        gates: dict[tuple[str, str], SavingGate] = {}
+        gates: list[SavingGate] = []
         for marker in markers:
             gate = SavingGate.from_marker(marker.args, marker.kwargs, item.nodeid, item.path.parent)
-            gates.setdefault((gate.rule.metric_id, gate.rule.control), gate)
-        return tuple(gates.values())
+            if gate not in gates:
+                gates.append(gate)
+        return tuple(gates)
 
     def _growth_rule(self, item: pytest.Item, in_worker: bool) -> GrowthRule | None:
         """Of the closest marker."""
@@ -246,10 +254,10 @@ class Run:
             return None
         from .growth import GrowthRule
 
-        def as_recipe(value: Any) -> Recipe:
-            return self.recipe(item, value, "no_memory_growth(control=...)")
+        def as_control(value: Any) -> Recipe | Mapping[str, object]:
+            return self._control(item, value, "no_memory_growth(control=...)")
 
-        rule = GrowthRule.from_marker(marker.args, marker.kwargs, item.nodeid, as_recipe)
+        rule = GrowthRule.from_marker(marker.args, marker.kwargs, item.nodeid, as_control)
         if in_worker:
             rule.check_in_worker(item.nodeid)
         return rule
@@ -280,7 +288,7 @@ class Run:
         item: pytest.Item,
         control: Given,
         candidate: Given,
-        precisions: Sequence[Precision],
+        precisions: Sequence[Precision] | None,
     ) -> Parity:
         """Compare a candidate's numbers on the host with its control's."""
         __tracebackhide__ = True
@@ -342,6 +350,15 @@ class Run:
             "what such a file holds"
         )
 
+    def _control(self, item: pytest.Item, control: Given, function: str) -> Recipe | Mapping[str, object]:
+        """The same, or changes of the recipe that it is the control of."""
+        from .savings import check_changes, is_changes
+
+        if not is_changes(control):
+            return self.recipe(item, control, function)
+        check_changes(control, f"{item.nodeid}: {function}")
+        return dict(control)
+
     # Judging ----------------------------------------------------------------------------------------------------------
 
     def judge(self, item: pytest.Item, plan: Plan) -> list[str]:
@@ -354,8 +371,10 @@ class Run:
         record = item.stash.setdefault(RECORD, TestRecord())
         if plan.gates and not record.measured:
             return [f"nothing was measured: {item.nodeid} has the {MARKER} marker, but never called mbmem.measure()"]
-        if self.options.host:
-            return []
+        if self.options.host:  # memory is not judged, but a test with a gate is about a run that works
+            gated = plan.gates or plan.savings or plan.growth is not None
+            failures = [m.measurement.failure for m in record.measured if gated]
+            return [str(_raised(failure, self.device)) for failure in failures if failure is not None]
         module = clean_nodeid(item.nodeid)[0]
         texts = []
         for measured in record.measured:
@@ -403,7 +422,7 @@ class Run:
             fixtures = getattr(item, "funcargs", {})
             growths = self.worker.grown(body, fixtures, plan.growth)
         elif not record.measured:
-            if plan.gates:  # which say the same
+            if plan.gates or plan.savings:  # which say the same
                 return []
             return [
                 f"nothing was measured: {item.nodeid} has the no_memory_growth marker, but never called mbmem.measure()"
@@ -415,6 +434,7 @@ class Run:
                 growths = [self._growth(measured, plan.growth) for measured in record.measured]
             except MeasurementFailed as error:
                 return [str(error)]
+        record.growths = [growth.summary() for growth in growths]
         for measured in record.measured:
             notes = tuple(growth.headline() for growth in growths if growth.name in ("", measured.name))
             measured.measurement = replace(measured.measurement, notes=(*measured.measurement.notes, *notes))
@@ -434,7 +454,7 @@ class Run:
 
         where = "mbmem.growth"
         rule = GrowthRule.make(
-            arguments, f"{item.nodeid}: {where}", lambda value: self.recipe(item, value, f"{where}(control=...)")
+            arguments, f"{item.nodeid}: {where}", lambda value: self._control(item, value, f"{where}(control=...)")
         )
         return measure_growth(self.launcher, self.recipe(item, recipe, where), rule, ranks)
 
@@ -548,11 +568,13 @@ class MeasuringTests:
                 self._judge(item, plan, watch, error)
             item.stash[RECORD].withdraw()
             raise
+        texts: list[str] = []
         try:
-            texts = self._judge(item, plan, watch) + self.run.judge_savings(item, plan)
+            texts += self._judge(item, plan, watch)
+            texts += self.run.judge_savings(item, plan)
             texts += self.run.judge_growth(item, plan, body)
         except UserError as error:
-            texts = [str(error)]
+            texts.append(str(error))
         finally:
             if body is not None:
                 body.close()

@@ -14,7 +14,7 @@ from .errors import UserError
 from .gates import GatedMetric
 from .measurement import Measurement, read_plain
 from .recipe import Recipe
-from .savings import changed, changes_label
+from .savings import changed, changes_label, settings_of
 from .validation import show
 
 CONTROL = "control"
@@ -222,10 +222,10 @@ def recipes_of(
         raise UserError(f"{source}: a setting is named {CONTROL!r}; write control={CONTROL!r} to make it the control")
     made = {name: changed(recipe, changes, f"{source}: {name}") for name, changes in named.items()}
     first = (CONTROL, recipe) if control is None else (control, made.pop(control))
-    of_control = () if control is None else tuple(named[control])
+    of_control = () if control is None else settings_of(named[control])
     others: dict[str, tuple[Recipe, dict[str, tuple[Any, Any]]]] = {}
     for name, other in made.items():
-        others[name] = other, matched(first[1], other, (*of_control, *named[name]), f"{source}: {name}")
+        others[name] = other, matched(first[1], other, (*of_control, *settings_of(named[name])), f"{source}: {name}")
         same = next((n for n, (recipe, _) in others.items() if n != name and recipe.digest == other.digest), None)
         if same is not None:
             raise UserError(f"{source}: {same} and {name} are the same recipe")

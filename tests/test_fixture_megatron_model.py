@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 
@@ -70,3 +72,69 @@ def test_mistakes_are_said_in_one_message(real_project: pytest.Pytester) -> None
         ]
     )
     result.stdout.no_fnmatch_line("*fixtures.py:*")
+
+
+def test_what_megatron_refuses_is_said_and_another_model_can_be_built(real_project: pytest.Pytester) -> None:
+    real_project.makepyfile(
+        """
+        import pytest
+
+        SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+        REFUSED = {"model": SHAPE, "memory": {"recompute_granularity": "selective", "recompute_modules": ["nonsense"]}}
+
+        def test_refused(megatron_model):
+            megatron_model(REFUSED)
+
+        def test_then_another(megatron_model):
+            with pytest.raises(pytest.fail.Exception, match="Megatron Core refuses it"):
+                megatron_model(REFUSED)
+            megatron_model({"model": SHAPE}).step()
+        """
+    )
+    result = real_project.runpytest()
+    result.assert_outcomes(failed=1, passed=1)
+    result.stdout.fnmatch_lines(["Megatron Core refuses it: Invalid choices for recompute_modules: {'nonsense'}*"])
+    result.stdout.no_fnmatch_line("*fixtures.py:*")
+
+
+def test_assumptions_and_unchecked_settings_are_stated(real_project: pytest.Pytester) -> None:
+    real_project.makepyfile(
+        """
+        import pytest
+
+        SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+
+        @pytest.mark.peak_memory(limit="1 GiB")
+        def test_x(megatron_model):
+            experts = {"model": {**SHAPE, "moe": {"num_moe_experts": 4}}, "training": {"seq_length": 64}}
+            memory = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+            megatron_model({**experts, "memory": memory}).step()
+        """
+    )
+    result = real_project.runpytest("--mbmem-json=out.json")
+    result.assert_outcomes(passed=1)
+    (test,) = json.loads(real_project.path.joinpath("out.json").read_text())["tests"]
+    measurement = test["measurements"][0]["measurement"]
+    assert "routing: balanced, each expert receives the same number of tokens" in measurement["assumptions"]
+    assert measurement["notes"] == [
+        "only mbmem.measure checks whether memory.recompute_modules 'core_attn' has an effect"
+    ]
+
+
+def test_a_closed_model_leaves_no_workspace_behind(megatron_model) -> None:
+    import torch
+
+    from pytest_mbmem.recipe import Recipe
+
+    recipe = Recipe.from_dict(
+        {
+            "model": {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000},
+            "training": {"seq_length": 64, "transformer_impl": "transformer_engine"},
+        }
+    )
+    held = []
+    for impl in ("local", "transformer_engine", "local"):
+        live = megatron_model(recipe.but(transformer_impl=impl))
+        held.append(torch.cuda.memory_allocated())
+        live.close()
+    assert held == [held[0], held[0] + 32 * 2**20, held[0]]

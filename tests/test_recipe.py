@@ -893,6 +893,10 @@ def test_a_model_cannot_grow() -> None:
             {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 0},
             "memory.recompute_num_layers: 0 is not a whole number from 1",
         ),
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 5},
+            "memory.recompute_num_layers: 5 is more than model.num_layers (4)",
+        ),
         ({"recompute_num_layers": 1}, "memory.recompute_num_layers: 1 needs recompute_granularity 'full', not None"),
         ({"distribute_saved_activations": True}, "memory.distribute_saved_activations: true needs recompute_gran"),
         ({"cpu_offloading": True}, "memory.cpu_offloading_num_layers: is missing; cpu_offloading needs it"),

@@ -43,6 +43,12 @@ def probes(recipe: Recipe) -> dict[str, Recipe]:
     return found
 
 
+def requested(recipe: Recipe) -> list[str]:
+    """What is expected to change something: the settings of `probes`, and LoRA's input re-gather."""
+    regather = recipe.lora is not None and recipe.lora.sequence_parallel_input_regather
+    return [*probes(recipe), *(["lora.sequence_parallel_input_regather"] if regather else [])]
+
+
 def _settings(memory: Memory) -> Iterator[tuple[str, dict[str, object]]]:
     if memory.recompute_granularity == "full":
         yield "memory.recompute_granularity 'full'", _WITHOUT_RECOMPUTE

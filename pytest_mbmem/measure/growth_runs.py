@@ -20,6 +20,7 @@ from ..growth import (
     with_microbatches,
 )
 from ..recipe import Recipe
+from ..savings import changed, settings_of
 from . import ranks as rank_choice
 from .launch import Launcher, check, recipe_environment
 from .ranks import Ranks
@@ -70,8 +71,13 @@ def measure_growth(
 def _control(recipe: Recipe, rule: GrowthRule) -> Recipe | None:
     if rule.control is None:
         return default_control(recipe)
-    matched(rule.control, recipe, None, f"{MARKER}(control=...)")
-    return rule.control
+    source = f"{MARKER}(control=...)"
+    if isinstance(rule.control, Recipe):
+        matched(rule.control, recipe, None, source)
+        return rule.control
+    control = changed(recipe, rule.control, source)
+    matched(control, recipe, settings_of(rule.control), source)
+    return control
 
 
 def _traces(launcher: Launcher, label: str, recipe: Recipe, steps: int, ranks: list[int]) -> dict[int, Trace]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..compare import MEMORY_SETTINGS, differences_lines
+from ..compare import differences_lines, matched
 from ..errors import UserError
 from ..measurement import Device, Failure, HostStep, Measurement
 from ..recipe import Memory, Model, Parallelism, Recipe, Training
@@ -42,6 +42,10 @@ dropout mask that is not replayed, a gradient that is counted twice or left out,
 two percent.
 """
 
+UPDATE_TOLERANCE: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 5e-2}
+"""The same of a parameter's update, which a gradient's rounding reaches through a quotient: an update that is skipped is
+an error of 1, one of the wrong sign of 2."""
+
 _MOST_RANKS = 8  # processes at a time
 
 _TRAIN, _PARITY = (f"pytest_mbmem.measure.host_worker:{name}" for name in ("train", "parity"))
@@ -58,7 +62,7 @@ def shrunk(recipe: Recipe, precision: Precision | None = None, microbatches: int
     8; two layers a model chunk, evenly split; hidden size 128 in 4 heads; at most 2 key/value groups, 8 experts of
     which a token visits 2, a vocabulary of 250 and 64 tokens; `microbatches` microbatches of at most 2 samples. What
     only a GPU has is left out: fused softmax, Transformer Engine, flash attention (except for context parallelism) and
-    allocator settings. fp16, whose first steps are skipped until the loss scale is found, runs as bf16.
+    allocator settings. `precision` takes the place of the recipe's own.
 
     Raises `UserError` where that is not possible.
     """
@@ -98,6 +102,16 @@ def _shrunk_parallelism(given: Parallelism) -> Parallelism:
     )
 
 
+_NO_FP32 = "context parallelism needs flash attention, which has no fp32"
+
+
+def _possible(recipe: Recipe) -> tuple[dict[Precision, str], list[Precision]]:
+    """Precisions that a host run of the recipe cannot have, with the reason, and those that it can."""
+    needs_flash = recipe.training.attention_backend == "flash" and recipe.parallelism.cp > 1
+    left_out: dict[Precision, str] = {"fp32": _NO_FP32} if needs_flash else {}
+    return left_out, [precision for precision in TOLERANCE if precision not in left_out]
+
+
 def _layers_per_chunk(recipe: Recipe) -> int:
     return max(1, recipe.model.num_layers // (recipe.parallelism.pp * (recipe.parallelism.vpp or 1)))
 
@@ -117,6 +131,7 @@ def _shrunk_model(model: Model, layers: int) -> Model:
             moe_router_topk=min(moe.moe_router_topk, 2),
             moe_ffn_hidden_size=moe.moe_ffn_hidden_size and 64,
             moe_shared_expert_intermediate_size=moe.moe_shared_expert_intermediate_size and 64,
+            moe_layer_freq=_repeated(moe.moe_layer_freq, layers),
             overload=1.0,  # real tokens choose their experts
         )
     if mla is not None:
@@ -145,18 +160,20 @@ def _shrunk_model(model: Model, layers: int) -> Model:
     )
 
 
+def _repeated(pattern: Any, layers: int) -> Any:
+    """The pattern of dense and expert layers over more layers than it has: a pipeline's stages get one at least."""
+    return pattern if isinstance(pattern, int) else tuple(pattern[i % len(pattern)] for i in range(layers))
+
+
 def _shrunk_training(
     recipe: Recipe, parallelism: Parallelism, precision: Precision | None, microbatches: int
 ) -> Training:
     training = recipe.training
     samples = min(training.micro_batch_size, 2)
-    kept: Any = precision or ("fp32" if training.precision == "fp32" else "bf16")
+    kept: Any = precision or training.precision
     flash = training.attention_backend == "flash" and parallelism.cp > 1
     if flash and kept == "fp32":
-        raise UserError(
-            "parallelism.cp: context parallelism needs flash attention, which has no fp32; "
-            'leave fp32 out: precisions=("bf16",)'
-        )
+        raise UserError(f'parallelism.cp: {_NO_FP32}; leave fp32 out: precisions=("bf16",)')
     return dataclasses.replace(
         training,
         micro_batch_size=samples,
@@ -199,7 +216,7 @@ class ParityRow:
     """All tensors of one kind of the control and the candidate, in one precision."""
 
     precision: Precision
-    kind: str  # "output", "input gradient", "weight gradient", "main_grad", "updated parameter"
+    kind: str  # "output", "input gradient", "weight gradient", "main_grad", "parameter update"
     tensors: int  # over all ranks and microbatches
     equal: int  # of them to the last bit
     zero: int  # of the equal ones are zero on both sides and so say nothing
@@ -211,7 +228,7 @@ class ParityRow:
     @property
     def tolerance(self) -> float:
         """What the error may be."""
-        return TOLERANCE[self.precision]
+        return (UPDATE_TOLERANCE if self.kind == "parameter update" else TOLERANCE)[self.precision]
 
     @property
     def passed(self) -> bool:
@@ -220,7 +237,7 @@ class ParityRow:
 
     def explain(self) -> str:
         """What is wrong with it, on one line."""
-        if self.zero == self.tensors:
+        if self.tensors and self.zero == self.tensors:
             return (
                 f"{self.precision} {self.kind}: all {self.tensors} tensors are zero on both sides: nothing to compare"
             )
@@ -237,6 +254,7 @@ class Parity:
     ranks: int  # processes of each side
     shrunk: str  # how both were made smaller
     rows: tuple[ParityRow, ...]
+    left_out: Mapping[Precision, str] = field(default_factory=dict)  # precisions that are not possible, and why
 
     @property
     def passed(self) -> bool:
@@ -252,7 +270,7 @@ class Parity:
         return max(row.error for row in chosen)
 
     def table(self) -> str:
-        """All rows, aligned."""
+        """All rows, aligned, and what was left out."""
         head = ["", "tensors", "equal", "largest error", "tolerance"]
         cells = [
             [f"{r.precision} {r.kind}", str(r.tensors), str(r.equal), f"{r.error:.2g}", f"{r.tolerance:g}"]
@@ -260,7 +278,8 @@ class Parity:
         ]
         widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
         lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, *cells)]
-        return "\n".join("  ".join(line) for line in lines)
+        left_out = [f"{precision} left out: {reason}" for precision, reason in self.left_out.items()]
+        return "\n".join(["  ".join(line) for line in lines] + left_out)
 
     def explain(self) -> str:
         """The settings under test, what is wrong, the table and how small it was."""
@@ -307,7 +326,8 @@ class HostLauncher(Workers):
         """Train the recipe's steps, shrunk, on all its ranks: `steps` have losses, and there are no bytes.
 
         A value that is not finite or a step that the optimizer skips is the measurement's `failure`, as is what goes
-        wrong in a worker. Raises `UserError` for a recipe that cannot run here.
+        wrong in a worker. Only fp16's optimizer skips steps, those whose scaled gradients overflow; its loss scale
+        begins at 2**10, so that the first steps are none of them. Raises `UserError` for a recipe that cannot run here.
         """
         launch.check(recipe)
         small = shrunk(recipe, microbatches=min(2, recipe.num_microbatches))
@@ -327,15 +347,19 @@ class HostLauncher(Workers):
         )
 
     def parity(
-        self, control: Recipe, candidate: Recipe, precisions: Sequence[Precision] = ("fp32", "bf16")
+        self, control: Recipe, candidate: Recipe, precisions: Sequence[Precision] | None = None
     ) -> Parity | Failure:
         """Compare one step of two microbatches of both, shrunk; or what went wrong in a worker.
 
-        Raises `UserError` where the recipes differ in more than memory settings, or in nothing that the host has.
+        `precisions` None stands for all that are possible. Raises `UserError` where the recipes differ in more than
+        memory settings or in nothing that the host has, and for a precision that is not possible.
         """
         for recipe in (control, candidate):
             launch.check(recipe)
-        differences = _differences(control, candidate)
+        differences = matched(control, candidate, None, "mbmem.parity", remedy="Make them equal")
+        left_out: dict[Precision, str] = {}
+        if precisions is None:
+            left_out, precisions = _possible(control)
         if not precisions or isinstance(precisions, str) or not set(precisions) <= set(TOLERANCE):
             raise UserError(f"mbmem.parity: precisions={show(precisions)}: allowed are {', '.join(TOLERANCE)}")
         rows: list[ParityRow] = []
@@ -350,7 +374,7 @@ class HostLauncher(Workers):
                 side = failure.pop("run")
                 return Failure(**{**failure, "message": f"{side}, {precision}: {failure['message']}"})
             rows += [ParityRow(precision=precision, **fields) for fields in result["rows"]]
-        return Parity(differences, small[0].world_size, _how(control, small[0]), tuple(rows))
+        return Parity(differences, small[0].world_size, _how(control, small[0]), tuple(rows), left_out)
 
     def _run(self, target: str, arguments: dict[str, Any], small: Recipe) -> dict[str, Any]:
         """What the worker returns, or its `failure` if it did not come to its end."""
@@ -363,22 +387,10 @@ class HostLauncher(Workers):
         return {"steps": [], "rows": [], "failure": {"run": "", "kind": result.failure, "rank": 0, "message": message}}
 
 
-def _differences(control: Recipe, candidate: Recipe) -> dict[str, tuple[Any, Any]]:
-    differences = control.differences(candidate)
-    if not differences:
-        raise UserError("mbmem.parity: control and candidate are the same recipe, so there is nothing to compare")
-    others = {key: pair for key, pair in differences.items() if not key.startswith(MEMORY_SETTINGS)}
-    if others:
-        raise UserError(
-            "mbmem.parity: control and candidate may differ in memory settings alone, which are memory and "
-            f"lora.sequence_parallel_input_regather; these differ: {'; '.join(differences_lines(others))}"
-        )
-    return differences
-
-
 def _wrong_steps(steps: Sequence[HostStep]) -> Iterator[Failure]:
     for number, step in enumerate(steps, 1):
-        if step.not_finite:
-            yield Failure("not finite", 0, f"{step.not_finite} is not finite in step {number}", number)
-        if step.skipped:
-            yield Failure("skipped step", 0, f"the optimizer skipped step {number}", number)
+        reason = f"{step.not_finite} is not finite" if step.not_finite else ""
+        if step.skipped and step.loss is not None:
+            yield Failure("skipped step", 0, f"the optimizer skipped step {number}" + (reason and f": {reason}"), number)
+        elif reason:
+            yield Failure("not finite", 0, f"{reason} in step {number}", number)

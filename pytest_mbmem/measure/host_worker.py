@@ -69,8 +69,11 @@ def parity(control: dict[str, Any], candidate: dict[str, Any], timeout: float) -
         results = _together(Path(folder), recipes, _record_rank, timeout)
         if "failure" in results:
             return {"rows": [], **results}
-        pairs = zip(results["control"], results["candidate"], strict=True)
-        return {"rows": compare([(torch.load(a), torch.load(b)) for a, b in pairs]), "failure": None}
+        pairs = [
+            (torch.load(a), torch.load(b)) for a, b in zip(results["control"], results["candidate"], strict=True)
+        ]
+        values = [(a["values"], b["values"]) for a, b in pairs]
+        return {"rows": compare(values, [a["expected"] | b["expected"] for a, b in pairs]), "failure": None}
 
 
 # Ranks ----------------------------------------------------------------------------------------------------------------
@@ -120,9 +123,9 @@ def _rank(
     try:
         torch.set_num_threads(1)  # the sums of a matrix multiplication in one order, and ranks side by side
         host.install()
-        with refusals():
+        with refusals():  # some settings are refused in the middle of a step
             model = host.host_model(Recipe.from_dict(recipe, "recipe"), rank, store, timeout)
-        answer = {"value": function(model, place)}
+            answer = {"value": function(model, place)}
         dist.barrier()  # a rank that is done stays until the others have received all it sent
     except Refused as error:
         answer = {"failure": {"kind": "refused", "message": str(error)}}
@@ -197,6 +200,7 @@ class Record:
     """All that one rank computed in a step: kind -> name -> values as fp32."""
 
     values: dict[str, dict[str, torch.Tensor]] = field(default_factory=lambda: collections.defaultdict(dict))
+    expected: set[str] = field(default_factory=lambda: {"output"})  # kinds of which this rank must have some
     backwards: int = 0  # backward passes that began: one for each microbatch of each model chunk
 
     def add(self, kind: str, name: str, values: torch.Tensor) -> None:
@@ -211,9 +215,10 @@ class Record:
 
 
 def _record_rank(live: LiveModel, place: Path) -> Path:
-    """One step; the file with its `Record`'s values."""
+    """One step; the file with its `Record`."""
     fill_zeros(live)
     for group in live.optimizer.param_groups:
+        group["lr"] = _LR
         if "eps" in group:
             group["eps"] = _EPS
     record = Record()
@@ -223,7 +228,10 @@ def _record_rank(live: LiveModel, place: Path) -> Path:
         # Nothing takes the gradient of a frozen embedding's output; recompute may compute it all the same.
         unused = 1 if model.pre_process and not any(p.requires_grad for p in model.embedding.parameters()) else 0
         for layer in model.decoder.layers[unused:]:
+            record.expected.add("input gradient")
             layer.register_forward_pre_hook(_keeping_input_gradients(record), with_kwargs=True)
+    before = {name: parameter.detach().float().clone() for name, parameter in trainable(live)}
+    record.expected.update({"weight gradient", "main_grad", "parameter update"} if before else ())
     for name, parameter in trainable(live):
         parameter.register_hook(record.add_in_backward("weight gradient", name))  # type: ignore[no-untyped-call]
 
@@ -236,10 +244,15 @@ def _record_rank(live: LiveModel, place: Path) -> Path:
 
     live.step(on_phase)
     for name, parameter in trainable(live):
-        record.add("updated parameter", name, parameter)
+        record.add("parameter update", name, parameter.detach().float() - before[name])
     file = place.with_suffix(".values")
-    torch.save(dict(record.values), file)
+    torch.save({"expected": record.expected, "values": dict(record.values)}, file)
     return file
+
+
+_LR = 1e6
+"""So large that an update drowns the parameter: the difference of a bf16 parameter after the step and before it is then
+as exact as bf16 is, where an update of a usual size would be lost in the parameter's own rounding."""
 
 
 _EPS = 1e-3
@@ -291,17 +304,24 @@ def _keeping_input_gradients(record: Record) -> Callable[..., None]:
 _Values = dict[str, dict[str, torch.Tensor]]
 
 
-def compare(pairs: list[tuple[_Values, _Values]]) -> list[dict[str, Any]]:
+def compare(pairs: list[tuple[_Values, _Values]], expected: Sequence[set[str]]) -> list[dict[str, Any]]:
     """One row for each kind of value: the worst relative error over all ranks and names, and what it is of.
 
     The error of a tensor is its largest absolute difference over the control's largest absolute value. A tensor that
-    one side lacks, that differs in shape or that holds a value that is not finite has an infinite error.
+    one side lacks, that differs in shape or that holds a value that is not finite has an infinite error. So has a rank
+    where neither side has a value of a kind that is `expected` of it.
     """
-    kinds = dict.fromkeys(kind for pair in pairs for side in pair for kind in side)
-    return [_row(kind, [(a.get(kind, {}), b.get(kind, {})) for a, b in pairs]) for kind in kinds]
+    kinds = dict.fromkeys([kind for pair in pairs for side in pair for kind in side])
+    kinds |= dict.fromkeys(sorted(kind for of_rank in expected for kind in of_rank))
+    return [
+        _row(kind, [(a.get(kind, {}), b.get(kind, {})) for a, b in pairs], [kind in of_rank for of_rank in expected])
+        for kind in kinds
+    ]
 
 
-def _row(kind: str, pairs: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]) -> dict[str, Any]:
+def _row(
+    kind: str, pairs: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]], expected: Sequence[bool]
+) -> dict[str, Any]:
     row: dict[str, Any] = {
         "kind": kind,
         "tensors": 0,
@@ -313,6 +333,8 @@ def _row(kind: str, pairs: list[tuple[dict[str, torch.Tensor], dict[str, torch.T
         "remark": "",
     }
     for rank, (control, candidate) in enumerate(pairs):
+        if expected[rank] and not control and not candidate and row["error"] < math.inf:
+            row.update(error=math.inf, name=f"any {kind}", rank=rank, remark="neither side has it")
         for name in dict.fromkeys((*control, *candidate)):
             error, remark = _error(control.get(name), candidate.get(name))
             row["tensors"] += 1

@@ -154,6 +154,8 @@ class Launcher(Workers):
             else:
                 fields.update(counts.value)
             ranks.append(RankMeasurement.from_json(fields))
+        for name, probed in without.items():
+            failures += [_failure(c, r, f"without {name}: ") for r, c in probed.items() if c.failure is not None]
         if check_effects and not failures and (without_effect := adapters.regather_failure(ranks)):
             failures.append(without_effect)
         if not failures:

@@ -1,6 +1,6 @@
 """The fork server: a process with torch and Megatron loaded and CUDA untouched, of which each measurement is a fork.
 
-Started by `launch.Launcher` with the connection's file descriptor as its first argument. Over it, it takes requests and
+Started by `workers.Workers` with the connection's file descriptor as its first argument. Over it, it takes requests and
 answers each once, in any order; several run at a time. When the connection closes it kills what still runs and ends.
 """
 

@@ -33,16 +33,17 @@ def measure_rank(
     try:
         _start_cuda(recipe)
         recorder.begin(0, "build")
-        model = _build(recipe, rank, virtual)
-        adapters = lora.adapters(model.chunks, model.recipe.lora) if model.recipe.lora else ()
-        for _ in range(model.recipe.training.steps):
-            before = bytes_moved(virtual)
-            model.step(recorder.begin)
-            moved = {way: count - before[way] for way, count in bytes_moved(virtual).items()}
+        with refusals():
+            model = _build(recipe, rank, virtual)
+            adapters = lora.adapters(model.chunks, model.recipe.lora) if model.recipe.lora else ()
+            for _ in range(model.recipe.training.steps):
+                before = bytes_moved(virtual)
+                model.step(recorder.begin)
+                moved = {way: count - before[way] for way, count in bytes_moved(virtual).items()}
     except torch.OutOfMemoryError as error:
         step, phase = recorder.current or (None, None)
         failure = Failure("out of memory", rank, str(error), step, phase)
-    except (Refused, UserError) as error:
+    except Refused as error:
         return {"rank": None, "failure": dataclasses.asdict(Failure("refused", rank, str(error))), "assumptions": ()}
     recorder.end()
     figures = {**recorder.results(), "moved_bytes": moved, "adapters": adapters}
@@ -50,11 +51,12 @@ def measure_rank(
     return {
         "rank": dataclasses.asdict(result),
         "failure": failure and dataclasses.asdict(failure),
-        "assumptions": _assumptions(Recipe.from_dict(recipe, "recipe"), virtual),
+        "assumptions": assumptions(Recipe.from_dict(recipe, "recipe"), virtual),
     }
 
 
-def _assumptions(recipe: Recipe, virtual: bool) -> tuple[str, ...]:
+def assumptions(recipe: Recipe, virtual: bool) -> tuple[str, ...]:
+    """What a measurement of the recipe states."""
     of_kernels = (*stand_ins.ASSUMPTIONS, *routing.assumptions(recipe)) if virtual else ()
     if recipe.training.transformer_impl == "transformer_engine":
         of_kernels += (te_equivalents.ASSUMPTION,)
@@ -75,14 +77,15 @@ def _start_cuda(recipe: dict[str, Any]) -> None:
 
 
 def _build(recipe: dict[str, Any], rank: int, virtual: bool) -> LiveModel:
-    """The live model. Raises `Refused` where Megatron or this package refuses the settings while building."""
-    with refusals():
-        return live_model(Recipe.from_dict(recipe, "recipe"), rank, virtual=virtual)
+    return live_model(Recipe.from_dict(recipe, "recipe"), rank, virtual=virtual)
 
 
 @contextmanager
 def refusals() -> Iterator[None]:
-    """Around the building of a model: raise `Refused` for what Megatron or this package refuses there."""
+    """Around building and training a model: raise `Refused` for what Megatron or this package refuses there.
+
+    Some settings pass Megatron's checks and meet an assertion of its in the middle of a step.
+    """
     try:
         yield
     except UserError as error:
@@ -102,7 +105,8 @@ def trace_rank(recipe: dict[str, Any], rank: int, steps: int, virtual: bool) -> 
     torch.set_num_threads(1)  # kernels run on no core
     try:
         _start_cuda(recipe)
-        trace = trace_model(_build(recipe, rank, virtual), steps)
+        with refusals():
+            trace = trace_model(_build(recipe, rank, virtual), steps)
     except torch.OutOfMemoryError as error:
         return {"trace": None, "failure": "out of memory", "message": str(error)}
     except Refused as error:
@@ -124,9 +128,10 @@ def count_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> dict[str, An
     torch.set_num_threads(1)
     torch.cuda.memory._record_memory_history("all", context=None, max_entries=5_000_000)
     try:
-        model = _build(recipe, rank, virtual)
-        with counting() as counted:
-            model.step()
+        with refusals():
+            model = _build(recipe, rank, virtual)
+            with counting() as counted:
+                model.step()
     except (torch.OutOfMemoryError, Refused):
         return {}
     trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]

@@ -192,7 +192,15 @@ def host_model(recipe: Recipe, rank: int, store: Path, timeout: float) -> LiveMo
     """
     model = live_model(recipe, rank, virtual=False, initialize=partial(_initialize, store=store, timeout=timeout))
     model.load = Batches()
+    for optimizer in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
+        scaler = getattr(optimizer, "grad_scaler", None)
+        if scaler is not None:
+            scaler.load_state_dict(scaler.state_dict() | {"scale": torch.tensor([LOSS_SCALE])})
     return model
+
+
+LOSS_SCALE = 2.0**10
+"""That fp16 begins with. From Megatron's 2**32 the optimizer would skip some twenty steps until it is found."""
 
 
 def _initialize(recipe: Recipe, rank: int, *, store: Path, timeout: float) -> None:

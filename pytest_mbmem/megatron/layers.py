@@ -193,7 +193,7 @@ class DuplicatedLinear(MegatronModule):
         """Nothing: weight gradients are never delayed here."""
 
 
-# Megatron's MLA compares with Transformer Engine's linear, which is a placeholder without it (core 0.16 and 0.19).
+# Megatron's MLA knows a linear that is not split by this name; modules here are never Transformer Engine's (core 0.16).
 multi_latent_attention.TELinear = DuplicatedLinear
 
 

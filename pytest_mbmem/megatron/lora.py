@@ -44,8 +44,8 @@ _TRAINED_BEFORE = {
     "shared_experts": _ATTENTION,
     "moe_act": {*_ATTENTION, "linear_fc1"},
 }
-"""Labels of selective recompute whose checkpoint needs an input that requires gradients -> the targets whose adapters
-give it one in a model's first layer."""
+"""Label of selective recompute, whose checkpoint needs an input that requires gradients -> the targets whose adapters
+give it one in a model's first layer. Labels that are not here have none that is known."""
 
 
 def attach(model: torch.nn.Module, lora: Lora) -> None:
@@ -73,7 +73,8 @@ def _needs_input_gradient(config: TransformerConfig, adapted: set[str]) -> bool:
     if config.recompute_granularity == "full":
         return True
     labels = config.recompute_modules if config.recompute_granularity == "selective" else ()
-    return any(not _TRAINED_BEFORE[label] & adapted for label in labels if label in _TRAINED_BEFORE)
+    # The core attention has no adapter that could miss gradients.
+    return any(not _TRAINED_BEFORE.get(label, set()) & adapted for label in labels if label != "core_attn")
 
 
 def _with_input_gradient(

@@ -119,11 +119,16 @@ class LiveModel:
         self.config.finalize_model_grads_func = self.config.grad_scale_func = None
         del self.optimizer
         offload.forget_modules()
-        parallel_state.destroy_model_parallel()
-        parallel_state.destroy_global_memory_buffer()
-        dist.destroy_process_group()
+        te_equivalents.forget_workspace()
+        _leave_groups()
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def _leave_groups() -> None:
+    parallel_state.destroy_model_parallel()
+    parallel_state.destroy_global_memory_buffer()
+    dist.destroy_process_group()
 
 
 def live_model(
@@ -140,14 +145,23 @@ def live_model(
     offload.install()
     offload.check(recipe)
     torch.use_deterministic_algorithms(recipe.training.deterministic)
-    initialize(recipe, rank)
-    config = configs.transformer_config(recipe)
-    if virtual and recipe.model.moe is not None:
-        assumptions.install(config, recipe.model.moe.overload)
     recompute.install()
+    config = configs.transformer_config(recipe)
     recompute.check(config)
     if config.transformer_impl == "transformer_engine":
         te_equivalents.check(virtual)
+    if virtual and recipe.model.moe is not None:
+        assumptions.install(config, recipe.model.moe.overload)
+    initialize(recipe, rank)
+    try:
+        return _build(recipe, config, virtual)
+    except BaseException:
+        _leave_groups()
+        raise
+
+
+def _build(recipe: Recipe, config: TransformerConfig, virtual: bool) -> LiveModel:
+    if config.transformer_impl == "transformer_engine":
         te_equivalents.hold_workspace()
     chunks = _build_chunks(recipe, config)
     optimizer = get_megatron_optimizer(configs.optimizer_config(recipe), chunks, use_gloo_process_groups=False)

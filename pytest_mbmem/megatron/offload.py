@@ -69,6 +69,8 @@ def assumptions(recipe: Recipe, virtual: bool) -> tuple[str, ...]:
         stated.append("offload by module: a flag in place of Transformer Engine's, which its own modules alone read")
     if recipe.memory.optimizer_cpu_offload and virtual:
         stated.append("optimizer offload: the optimizer on the host holds its memory and computes nothing")
+    if recipe.memory.optimizer_cpu_offload and recipe.parallelism.distributed_optimizer:
+        stated.append("optimizer offload: with the precision-aware optimizer, as Megatron-LM's script demands")
     return tuple(stated)
 
 

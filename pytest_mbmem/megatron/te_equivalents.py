@@ -35,10 +35,15 @@ def check(virtual: bool) -> None:
 
 
 def hold_workspace() -> None:
-    """Allocate the workspace of the current device, once per process."""
+    """Allocate the workspace of the current device, if it is not there."""
     if not _workspaces:
         size = 32 * 2**20 if torch.cuda.get_device_capability() >= (9, 0) else 4 * 2**20
         _workspaces.append(torch.empty(size, dtype=torch.uint8, device="cuda"))
+
+
+def forget_workspace() -> None:
+    """Free it."""
+    _workspaces.clear()
 
 
 class _FreshMemory:

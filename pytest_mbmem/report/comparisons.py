@@ -21,7 +21,7 @@ _TRAFFIC = {"collectives", "moved to host", "moved to device", "host memory"}
 _MOST_RANKS = 8
 """Ranks whose saving a failure lists."""
 
-_DISPENSABLE = ("FLOPs", "rank", "host memory", "moved to device", "collectives", "phase")
+_DISPENSABLE = ("FLOPs", "rank", "host memory", "moved to device", "phase", "collectives")
 """Columns that a narrow table goes without, the first one first."""
 
 
@@ -141,8 +141,12 @@ def _headline(measured: Measured, judgement: SavingJudgement) -> str:
         said_more = f"the recipe does not fit {measured.measurement.device.name}"
         return f"{verdict.upper()}: {said_more if verdict == 'out of memory' else f'{what} could not be measured'}"
     if comparison.control.failure is not None:
-        return f"INVALID: the control itself does not run ({comparison.control.failure.kind}), so nothing is compared"
-    if not comparison.has_figures or verdict == "invalid":
+        kind = comparison.control.failure.kind
+        wrong = "has a setting without effect" if kind == "no effect" else f"does not run ({kind})"
+        return f"INVALID: the control itself {wrong}, so nothing is compared"
+    if comparison.has_figures and verdict == "invalid":
+        return f"INVALID: {what} is compared with its control, but the slowdown cannot be judged"
+    if not comparison.has_figures:
         return f"INVALID: {what} could not be compared with its control"
     if verdict == "no effect":
         return f"NO EFFECT: {' and '.join(comparison.differences)} saves nothing of {what}"

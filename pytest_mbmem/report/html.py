@@ -9,7 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from ..compare import Comparison
 from ..gates import GATED_METRICS, GatedMetric
+from ..growth import GrowthSummary
 from ..measurement import Measurement, PhaseFigures, RankMeasurement
 from ..savings import SavingJudgement
 from ..sweep import Sweep
@@ -20,6 +22,7 @@ from .rows import (
     NOTHING,
     Row,
     coordinates_of,
+    extra_columns,
     format_flops,
     label_of,
     measured_ranks,
@@ -98,7 +101,9 @@ def _badge(verdict: str) -> str:
 
 def _test(number: int, test: TestResult) -> str:
     verdicts = list(dict.fromkeys(row.verdict for row in rows_of(test)))
-    body = "".join([*(_measured(test, m) for m in test.measured), *map(_sweep, test.sweeps)])
+    body = "".join(
+        [*(_measured(test, m) for m in test.measured), *map(_sweep, test.sweeps), *map(_growth, test.growths)]
+    )
     body = body or "<p>Nothing was measured.</p>"
     return (
         f'<section id="test-{number}" data-verdicts="{escape(json.dumps(verdicts))}"><h2>{escape(test.id)}</h2>'
@@ -111,6 +116,8 @@ def _measured(test: TestResult, measured: Measured) -> str:
     parts = [f"<h3>{escape(label_of(test.id, measured))}</h3>"] if measured.name else []
     parts += [_judged(judged) for judged in measured.judged]
     parts += [_saving(saving) for saving in measured.savings]
+    if measurement.notes and not measured.judged and not measured.savings:  # whose verdicts have these notes too
+        parts.append(_list(measurement.notes))
     if measurement.failure is not None:
         parts.append(f"<pre>{escape(measurement.failure.message)}</pre>")
     worst = worst_of(measurement)
@@ -120,27 +127,48 @@ def _measured(test: TestResult, measured: Measured) -> str:
     return "".join(parts)
 
 
+def _list(texts: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
+    return f"<ul>{items}</ul>" if items else ""
+
+
 def _judged(judged: Judged) -> str:
     judgement = judged.judgement
     unsaid = judgement.notes if judgement.measured is not None else ()  # explain() says why nothing was measured
-    notes = "".join(f"<li>{escape(note)}</li>" for note in unsaid)
-    text = f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>"
-    return text + (f"<ul>{notes}</ul>" if notes else "")
+    return f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>{_list(unsaid)}"
 
 
 def _saving(saving: SavingJudgement) -> str:
     comparison = saving.comparison
     said = comparison.explain() if comparison is not None else ""
     asked = f"asked for: {saving.rule.asked}; the control is {saving.rule.control}"
-    notes = "".join(f"<li>{escape(note)}</li>" for note in (asked, *saving.notes))
-    return f"<p>{_badge(saving.verdict)} {escape(said)}</p><ul>{notes}</ul>"
+    ranks = _rank_savings({"": comparison} if comparison is not None else {})
+    return f"<p>{_badge(saving.verdict)} {escape(said)}</p>{_list((asked, *saving.notes))}{ranks}"
+
+
+def _rank_savings(comparisons: Mapping[str, Comparison | None]) -> str:
+    """Of each comparison with figures, by the name of its row."""
+    rows = [
+        (name, str(r.rank), *map(format_bytes, (r.before, r.after)), format_bytes(r.saving, signed=True))
+        for name, comparison in comparisons.items()
+        if comparison is not None and comparison.has_figures
+        for r in comparison.ranks
+    ]
+    first = 1 if len(comparisons) == 1 else 0  # a single one needs no name
+    head = ("setting", "rank", "control", "measured", "saved")[first:]
+    return _details("Saving of each rank", _cells(head, [row[first:] for row in rows])) if rows else ""
+
+
+def _growth(growth: GrowthSummary) -> str:
+    found = [" ".join(line.strip() for line in finding.lines()) for finding in growth.findings]
+    return f"<p>{_badge('pass' if growth.passed else 'growth')} {escape(growth.headline)}</p>{_list(found)}"
 
 
 def _sweep(sweep: Sweep) -> str:
-    notes = "".join(f"<li>{escape(note)}</li>" for note in sweep_notes(sweep))
     title = f"<h3>{escape(sweep.name)}</h3>" if sweep.name else ""
     head, *rows = sweep_cells(sweep)
-    return title + _cells(head, rows) + (f"<ul>{notes}</ul>" if notes else "")
+    ranks = _rank_savings({row.name: row.comparison for row in sweep})
+    return title + _cells(head, rows) + _list(sweep_notes(sweep)) + ranks
 
 
 def _rank_table(measurement: Measurement) -> str:
@@ -156,6 +184,8 @@ def _rank_table(measurement: Measurement) -> str:
         "FLOPs a step",
         "collectives a step, by group",
     )
+    ranks = measured_ranks(measurement)
+    more = extra_columns(ranks)
     rows = [
         (
             str(rank.rank),
@@ -168,10 +198,11 @@ def _rank_table(measurement: Measurement) -> str:
             str(rank.allocation_retries),
             format_flops(rank.flops_per_step),
             sizes_of(rank.collective_bytes),
+            *(texts[index] for texts in more.values()),
         )
-        for rank in measured_ranks(measurement)
+        for index, rank in enumerate(ranks)
     ]
-    return _details("Figures of each rank", _cells(head, rows))
+    return _details("Figures of each rank", _cells((*head, *more), rows))
 
 
 def _cells(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

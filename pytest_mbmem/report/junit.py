@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ..compare import Comparison
+from ..compare import Comparison, Costs
 from ..sweep import Sweep
 from .results import Judged, Measured
 
@@ -38,7 +38,12 @@ def _figures(measured: Measured) -> Iterator[tuple[str, object]]:
         yield "peak_reserved_bytes", measurement.peak("reserved")
         yield "worst_rank", worst.rank
         yield "phase", worst.peak_phase().name
-        yield "flops_per_step", measurement.flops_per_step
+        yield "peak_allocated_bytes_by_rank", " ".join(f"{rank.rank}:{rank.peak()}" for rank in measurement.ranks)
+        costs = Costs.of(measurement)
+        yield "flops_per_step", costs.flops
+        yield "host_peak_bytes", costs.host_peak
+        for way, size in costs.moved_bytes.items():
+            yield f"moved_{_name(way)}_bytes", size
     if measurement.steps:
         yield "losses", " ".join("nan" if step.loss is None else f"{step.loss:.6g}" for step in measurement.steps)
     for judged in measured.judged:
@@ -58,7 +63,21 @@ def _compared(comparison: Comparison | None, verdict: str) -> Iterator[tuple[str
         yield "control_bytes", comparison.before
         yield "measured_bytes", comparison.after
         yield "saved_bytes", comparison.saving
-        yield "extra_flops", comparison.extra.flops
+        yield "saved_bytes_by_rank", " ".join(f"{rank.rank}:{rank.saving}" for rank in comparison.ranks)
+        yield "control_phase", comparison.phase_before
+        yield "measured_phase", comparison.phase_after
+        extra = comparison.extra
+        yield "extra_flops", extra.flops
+        yield "slowdown", comparison.slowdown
+        for group, size in extra.collective_bytes.items():
+            yield f"extra_{_name(group)}_collective_bytes", size
+        for way, size in extra.moved_bytes.items():
+            yield f"extra_moved_{_name(way)}_bytes", size
+        yield "extra_host_bytes", extra.host_peak
+
+
+def _name(name: str) -> str:
+    return name.replace(" ", "_")
 
 
 def _verdict(judged: Judged) -> Iterator[tuple[str, object]]:

@@ -10,6 +10,7 @@ import pytest
 
 from ..errors import UserError
 from ..files import write_report
+from ..growth import GrowthSummary
 from ..sweep import Sweep
 from .results import Measured, Results, TestResult
 
@@ -37,14 +38,15 @@ class Reporter:
             return
         from ..baselines import Record
 
-        result = self._results.tests.setdefault(report.nodeid, TestResult(report.nodeid))
         if report.when == "setup":
-            result.outcome, result.duration, result.measured, result.sweeps = "passed", 0.0, [], []
+            self._results.tests[report.nodeid] = TestResult(report.nodeid)
+        result = self._results.tests.setdefault(report.nodeid, TestResult(report.nodeid))
         result.duration += report.duration
         result.outcome = _outcome(report, result.outcome)
         if report.when == "call":
             result.measured = [Measured.from_json(m, report.nodeid) for m in data.get("measurements", [])]
             result.sweeps = [Sweep.from_json(s, report.nodeid) for s in data.get("sweeps", [])]
+            result.growths = [GrowthSummary.from_json(g, report.nodeid) for g in data.get("growths", [])]
             self._records[report.nodeid] = [Record.from_json(r) for r in data.get("records", [])]
         if report.failed:  # in its teardown, where the call was well
             self._records.pop(report.nodeid, None)

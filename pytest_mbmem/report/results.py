@@ -12,6 +12,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..gates import Judgement
+from ..growth import GrowthSummary
 from ..measurement import Measurement, RankMeasurement, read_plain
 from ..savings import SavingJudgement
 from ..sweep import Sweep
@@ -96,6 +97,7 @@ class TestResult:
     duration: float = 0.0  # seconds, setup and teardown included
     measured: list[Measured] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)  # those of mbmem.compare too, which have one row
+    growths: list[GrowthSummary] = field(default_factory=list)  # of its no_memory_growth marker
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -105,6 +107,7 @@ class TestResult:
             "duration": self.duration,
             "measurements": [m.to_json() for m in self.measured],
             "sweeps": [s.to_json() for s in self.sweeps],
+            "growths": [g.to_json() for g in self.growths],
         }
 
     @classmethod
@@ -115,7 +118,8 @@ class TestResult:
         duration = read_plain(float, data["duration"], f"{source}: {test}: duration")
         measured = [Measured.from_json(m, f"{source}: {test}") for m in data["measurements"]]
         sweeps = [Sweep.from_json(s, f"{source}: {test}") for s in data.get("sweeps", ())]
-        return cls(test, outcome, duration, measured, sweeps)
+        growths = [GrowthSummary.from_json(g, f"{source}: {test}: growth") for g in data.get("growths", ())]
+        return cls(test, outcome, duration, measured, sweeps, growths)
 
 
 @dataclass

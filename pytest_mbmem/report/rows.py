@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..gates import Judgement
@@ -84,6 +84,18 @@ def coordinates_of(rank: RankMeasurement) -> str:
 def sizes_of(sizes: Mapping[str, int]) -> str:
     """Bytes by name, as in "tp 1.00 MiB, dp 2.00 GiB"."""
     return ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items()) or NOTHING
+
+
+def extra_columns(ranks: Sequence[RankMeasurement]) -> dict[str, list[str]]:
+    """Head and a text for each rank of what only some jobs have: host memory, and bytes that a step moves."""
+    ways = dict.fromkeys(way for rank in ranks for way in rank.moved_bytes)
+    columns = {"host memory": [rank.host_peak for rank in ranks]}
+    columns |= {f"moved {way} a step": [rank.moved_bytes.get(way) for rank in ranks] for way in ways}
+    return {
+        name: [format_bytes(size) if size else NOTHING for size in sizes]
+        for name, sizes in columns.items()
+        if any(sizes)
+    }
 
 
 def format_flops(flops: int | None) -> str:

@@ -16,6 +16,7 @@ from .results import Measured, Results
 from .rows import (
     Row,
     coordinates_of,
+    extra_columns,
     format_flops,
     label_of,
     measured_ranks,
@@ -180,7 +181,8 @@ def _notes(results: Results) -> Iterator[str]:
     tests: dict[str, list[str]] = {}
     for test in results.tests.values():
         for measured in test.measured:
-            for note in measured.measurement.notes if measured.measurement.steps else ():
+            ungated = not measured.judged and not measured.savings  # whose verdicts have these notes too
+            for note in measured.measurement.notes if ungated else ():
                 tests.setdefault(note, []).append(label_of(test.id, measured))
             for judged in measured.judged:
                 for note in judged.judgement.notes if judged.judgement.passed else ():
@@ -237,8 +239,12 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
         yield from _phase_table(worst)
         yield ""
         yield f"collectives in a step by group: {sizes_of(worst.collective_bytes)}"
+        if worst.moved_bytes:
+            yield f"moved in a step: {sizes_of(worst.moved_bytes)}"
         if worst.allocation_retries:
             yield f"cudaMalloc failed and the cache was emptied {worst.allocation_retries} times"
+    for note in measurement.notes:
+        yield f"note: {note}"
     for assumption in measurement.assumptions:
         yield f"assumed: {assumption}"
     yield f"versions: {', '.join(f'{name} {value}' for name, value in measurement.environment.items())}"
@@ -252,6 +258,7 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
 
 def _rank_table(ranks: Sequence[RankMeasurement]) -> list[str]:
     head = ["rank", "coordinates", "stands for", "peak allocated", "peak reserved", "phase of the peak", "FLOPs a step"]
+    more = extra_columns(ranks)
     cells = [
         [
             str(rank.rank),
@@ -261,10 +268,12 @@ def _rank_table(ranks: Sequence[RankMeasurement]) -> list[str]:
             format_bytes(rank.peak("reserved")),
             rank.peak_phase().name,
             format_flops(rank.flops_per_step),
+            *(texts[index] for texts in more.values()),
         ]
-        for rank in ranks
+        for index, rank in enumerate(ranks)
     ]
-    return table([head, *cells], right={"rank", "stands for", "peak allocated", "peak reserved", "FLOPs a step"})
+    right = {"rank", "stands for", "peak allocated", "peak reserved", "FLOPs a step", *more}
+    return table([[*head, *more], *cells], right=right)
 
 
 def _phase_table(rank: RankMeasurement) -> list[str]:

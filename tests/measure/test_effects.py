@@ -8,6 +8,7 @@ import pytest
 
 from pytest_mbmem.measure.effects import failures, probes
 from pytest_mbmem.measure.launch import Launcher
+from pytest_mbmem.measure.workers import CallResult
 from pytest_mbmem.measurement import RankMeasurement
 from pytest_mbmem.recipe import Recipe
 
@@ -79,3 +80,21 @@ def test_an_empty_list_is_a_control_and_measures_as_no_recompute(launcher: Launc
     control = launcher.measure(small_recipe.but(**SELECTIVE, recompute_modules=()))
     assert control.failure is None
     assert control.ranks == launcher.measure(small_recipe).ranks
+
+
+def test_a_rank_that_cannot_be_run_without_the_setting_is_a_failure(
+    launcher: Launcher, small_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not knowing is not an effect."""
+    call_all = launcher.call_all
+
+    def losing_probes(calls: Any, *arguments: Any) -> list[CallResult]:
+        lost = CallResult(failure="timeout", message="no result within 1 s")
+        results = call_all(calls, *arguments)
+        return [lost if name.endswith("count_allocations") else r for (name, _), r in zip(calls, results, strict=True)]
+
+    monkeypatch.setattr(launcher, "call_all", losing_probes)
+    failure = launcher.measure(small_recipe.but(**SELECTIVE, recompute_modules=("core_attn",))).failure
+    assert failure is not None
+    assert failure.kind == "timeout"
+    assert failure.message.startswith("without memory.recompute_modules 'core_attn': no result within 1 s")
