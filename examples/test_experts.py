@@ -32,3 +32,12 @@ def test_uneven_routing(mbmem):
     peaks = [row.measurement.peak() for row in sweep]
     assert peaks == sorted(peaks)
     assert "1.5 times its share" in str(sweep["1.5x"].measurement.assumptions)
+
+
+@pytest.mark.peak_memory
+def test_shared_experts_and_multi_token_prediction(mbmem):
+    """DeepSeek-V3's make: latent attention, shared experts, sigmoid routing, a layer that predicts one more token."""
+    deepseek = preset("deepseek-v3").shrunk(layers=4, hidden=512)
+    recipe = MIXTRAL.but(name="DeepSeek-V3, shrunk to 4 layers of 512", model=deepseek, seq_length=1024)
+    router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    mbmem.measure(recipe.but(mtp_num_layers=1, moe_grouped_gemm=True, **router), ranks=[0])

@@ -85,3 +85,15 @@ class TestOlderModels:
 
     def test_fp32(self, mbmem):
         mbmem.measure(self.GPT.but(precision="fp32"))
+
+
+@pytest.mark.peak_memory
+def test_uneven_pipeline(mbmem):
+    """Fewer layers where the embedding and the logits are."""
+    mbmem.measure(LLAMA.but(pp=4, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1))
+
+
+@pytest.mark.peak_memory
+def test_pipeline_layout(mbmem):
+    """Megatron's own text for which layer goes where: E embedding, t transformer layer, L loss."""
+    mbmem.measure(LLAMA.but(pp=4, pipeline_model_parallel_layout="Et|ttt|ttt|tL"))

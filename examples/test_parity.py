@@ -15,6 +15,7 @@ QWEN = Recipe(
 SETTINGS = {
     "core_attn": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
     "layernorm": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
+    "offload": {"cpu_offloading": True, "cpu_offloading_num_layers": 2},
     "full": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
 
@@ -23,3 +24,10 @@ SETTINGS = {
 def test_recompute(mbmem, setting):
     parity = mbmem.parity(QWEN, QWEN.but(**SETTINGS[setting]))
     print(parity.table())
+
+
+def test_experts(mbmem):
+    """The activation between the experts' two linears, computed again."""
+    mixtral = QWEN.but(name="Mixtral 8x7B", model=preset("mixtral-8x7b").shrunk(layers=4, hidden=512), ep=2, dp=2)
+    replay = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
+    mbmem.parity(mixtral.but(moe_grouped_gemm=True), replay)

@@ -65,3 +65,25 @@ def test_labels_of_the_installed_megatron(mbmem, label):
     row = mbmem.sweep(MOONLIGHT, {label: {"recompute_modules": [label]}})[label]
     print(row.explain())
     assert row.verdict in ("saving", "no effect") or label == "gdn_norm_out"  # needs gated delta net attention
+
+
+LLAMA = Recipe(
+    name="Llama 3 8B, shrunk to 8 layers of 1024",
+    model=preset("llama3-8b").shrunk(layers=8, hidden=1024),
+    training=Training(seq_length=2048, global_batch_size=8, attention_backend="flash"),
+)
+
+
+@pytest.mark.parametrize(("method", "layers"), [("uniform", 1), ("uniform", 2), ("block", 1)])
+def test_full_recompute_of_interleaved_stages(mbmem, method, layers):
+    """Groups of layers, or the first ones, of every model chunk: on each rank of the pipeline."""
+    full = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+    comparison = mbmem.compare(LLAMA.but(pp=2, vpp=2), full)
+    assert all(rank.saving > 0 for rank in comparison.ranks), comparison.explain()
+
+
+def test_saved_inputs_are_shared_out(mbmem):
+    """What full recompute keeps, distributed over the tensor-parallel ranks where the sequence is not."""
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    comparison = mbmem.compare(LLAMA.but(tp=2, **full), {"distribute_saved_activations": True})
+    assert comparison.verdict == "saving", comparison.explain()
