@@ -406,12 +406,18 @@ class Run:
             ]
         if self.options.host:
             return []
-        try:
-            for one in measured:
-                one.savings = [self.comparing.judge(item, one, gate) for gate in plan.savings]
-        except UserError as error:
-            return [str(error)]
-        return [saving_failure_text(one, saving) for one in measured for saving in one.savings if not saving.passed]
+        texts = []
+        for one in measured:
+            for gate in plan.savings:
+                try:
+                    saving = self.comparing.judge(item, one, gate)
+                except UserError as error:
+                    texts.append(str(error))
+                    continue
+                one.savings.append(saving)
+                if not saving.passed:
+                    texts.append(saving_failure_text(one, saving))
+        return texts
 
     def judge_growth(self, item: pytest.Item, plan: Plan, body: Body | None) -> list[str]:
         """Run what the test measured by its `no_memory_growth` rule. Returns a text for each that grows."""

@@ -10,12 +10,15 @@ import os
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
+from megatron.core.optimizer.cpu_offloading.hybrid_optimizer import HybridDeviceOptimizer
 from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.tensor_parallel import random
 
+from pytest_mbmem.errors import UserError
 from pytest_mbmem.measure import host_worker
-from pytest_mbmem.megatron import lora, offload
+from pytest_mbmem.megatron import host, lora, offload
 from pytest_mbmem.megatron.model import LiveModel
 
 
@@ -89,6 +92,81 @@ def loses_gradients(**arguments: Any) -> Any:
 
     host_worker.Record.add = add
     return host_worker.parity(**arguments)
+
+
+def skips_the_update(**arguments: Any) -> Any:
+    """The offloaded optimizer leaves the parameters as they are."""
+    HybridDeviceOptimizer.step = lambda self, closure=None: None
+    return host_worker.parity(**arguments)
+
+
+def updates_with_the_wrong_sign(**arguments: Any) -> Any:
+    """The offloaded optimizer adds what it should subtract."""
+    copy_gradients = HybridDeviceOptimizer._set_sub_optimizer_grads
+
+    def copy_and_negate(self: Any) -> None:
+        copy_gradients(self)
+        for gradient in self.cpu_copy_map_grad.values():
+            gradient.neg_()
+
+    HybridDeviceOptimizer._set_sub_optimizer_grads = copy_and_negate
+    return host_worker.parity(**arguments)
+
+
+def records_no_input_gradients(**arguments: Any) -> Any:
+    """The hooks of layer inputs are never called, on either side."""
+    record = host_worker.Record.add
+
+    def add(self: Any, kind: str, name: str, values: torch.Tensor) -> None:
+        if kind != "input gradient":
+            record(self, kind, name, values)
+
+    host_worker.Record.add = add
+    return host_worker.parity(**arguments)
+
+
+def records_no_outputs_on_rank_1(**arguments: Any) -> Any:
+    """The last pipeline stage shows no losses, on either side."""
+    record = host_worker.Record.add
+
+    def add(self: Any, kind: str, name: str, values: torch.Tensor) -> None:
+        if kind != "output" or torch.distributed.get_rank() != 1:
+            record(self, kind, name, values)
+
+    host_worker.Record.add = add
+    return host_worker.parity(**arguments)
+
+
+def begins_with_megatrons_loss_scale(**arguments: Any) -> Any:
+    """The scaled gradients of the first steps overflow fp16."""
+    host.LOSS_SCALE = 2.0**32
+    return host_worker.train(**arguments)
+
+
+def refuses_the_second_step(**arguments: Any) -> Any:
+    """A setting that the package refuses in the middle of training."""
+    step = LiveModel.step
+
+    def step_or_refuse(self: LiveModel, *given: Any) -> Any:
+        if self.steps_done == 1:
+            raise UserError("memory.recompute_num_layers: 2 does not divide the 3 layers")
+        return step(self, *given)
+
+    LiveModel.step = step_or_refuse
+    return host_worker.train(**arguments)
+
+
+def meets_an_assertion_in_the_second_step(**arguments: Any) -> Any:
+    """Megatron asserts something in the middle of training."""
+    step = LiveModel.step
+
+    def step_or_assert(self: LiveModel, *given: Any) -> Any:
+        if self.steps_done == 1:
+            parallel_state._CONTEXT_PARALLEL_GROUP = None
+        return step(self, *given)
+
+    LiveModel.step = step_or_assert
+    return host_worker.train(**arguments)
 
 
 def skips_steps(**arguments: Any) -> Any:

@@ -278,7 +278,14 @@ def test_a_control_that_is_out_of_memory_where_the_candidate_runs_is_a_gain_with
         _ = comparison.saving
 
 
-@pytest.mark.parametrize("kind", ["error", "died", "timeout", "refused", "no effect"])
+def test_a_control_that_ran_with_an_idle_setting_says_so() -> None:
+    message = "memory.offload_modules ['moe_act']: it changes nothing"
+    comparison = compared(job(failure=failure("no effect", message)), job({"backward": GIB}))
+    assert comparison.verdict == "invalid"
+    assert comparison.explain() == f"a setting of the control itself has no effect, on rank 0: {message}"
+
+
+@pytest.mark.parametrize("kind", ["error", "died", "timeout", "refused"])
 def test_a_control_that_does_not_run_says_so(kind: Any) -> None:
     comparison = compared(job(failure=failure(kind, "Traceback:\n...\nValueError: oh no")), job({"backward": GIB}))
     assert comparison.verdict == "invalid"

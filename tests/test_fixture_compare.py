@@ -123,12 +123,12 @@ def test_a_side_that_fails_is_a_verdict_and_raises_where_a_figure_is_asked_for(p
         assert mbmem.compare(PLAIN, SAVING.but(name="oom")).verdict == "out of memory"
 
     def test_control(mbmem):
-        comparison = mbmem.compare(PLAIN.but(name="raises"), SAVING)
+        comparison = mbmem.compare(PLAIN.but(name="raises", vocab_size=2000), SAVING.but(vocab_size=2000))
         assert comparison.verdict == "invalid"
         assert comparison.explain().startswith("the control itself does not run: error on rank 1")
 
     def test_fits(mbmem):
-        comparison = mbmem.compare(PLAIN.but(name="oom"), SAVING)
+        comparison = mbmem.compare(PLAIN.but(name="oom", vocab_size=3000), SAVING.but(vocab_size=3000))
         assert comparison.verdict == "fits"
         with pytest.raises(MeasurementFailed, match="fits where the control does not"):
             comparison.saving

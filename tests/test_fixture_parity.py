@@ -82,7 +82,7 @@ def test_what_goes_wrong_in_a_worker_raises_its_own_kind(host_project: pytest.Py
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("CONTROL, FULL.but(seq_length=32)", "*alone*: training.seq_length: 64 -> 32"),
+        ("CONTROL, FULL.but(seq_length=32)", "*differ in more than memory settings: training.seq_length: 64 -> 32 *"),
         ("CONTROL, 42", "*mbmem.parity(42): allowed are a Recipe, *"),
         ("CONTROL, {'recompute': 'full'}", "*mbmem.parity()*recompute*"),
     ],

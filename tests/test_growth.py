@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +13,10 @@ from hypothesis import strategies as st
 
 from pytest_mbmem import growth
 from pytest_mbmem.errors import UserError
-from pytest_mbmem.growth import Growth, GrowthRule, Holder, RankGrowth, Trace, slope
+from pytest_mbmem.growth import Growth, GrowthRule, GrowthSummary, Holder, RankGrowth, Trace, slope
+from pytest_mbmem.item import Worker
+from pytest_mbmem.measure import growth_runs
+from pytest_mbmem.measurement import Device
 from pytest_mbmem.recipe import Model, Parallelism, Recipe, Training
 
 KIB = 1024
@@ -225,3 +230,32 @@ def test_a_test_that_is_measured_as_a_whole_takes_only_slack(argument: dict[str,
     with pytest.raises(UserError, match=rf"no_memory_growth\({next(iter(argument))}=\.\.\.\) is about recipes"):
         rule(**argument).check_in_worker("t.py::test_x")
     rule(slack=3).check_in_worker("t.py::test_x")
+
+
+# Reports -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_summary_is_plain_data_and_read_back() -> None:
+    run = Trace(resting=(0, MIB, 2 * MIB, 3 * MIB), freed_by_gc=2 * MIB, grown=(Holder("a.b", MIB, 1),))
+    summary = Growth((RankGrowth(0, run),), name="n").summary()
+    assert (summary.passed, summary.per_step, summary.freed_by_gc) == (False, MIB, 2 * MIB)
+    assert [finding.kind for finding in summary.findings] == ["gc", "per step"]
+    assert GrowthSummary.from_json(json.loads(json.dumps(summary.to_json())), "f") == summary
+    with pytest.raises(UserError, match=r"f\.passed: 1 is not true or false"):
+        GrowthSummary.from_json({**summary.to_json(), "passed": 1}, "f")
+
+
+def test_what_a_whole_test_leaves_is_of_the_rank_that_it_built() -> None:
+    worker = Worker(Device("virtual-h100-80gb", "NVIDIA H100 80GB HBM3", 80 * 2**30, virtual=True))
+    body: Any = SimpleNamespace(end=lambda fixtures, with_model: Trace())
+    assert worker.grown(body, {}, GrowthRule())[0].ranks[0].rank == 0
+    worker.built.append((RECIPE, 3))
+    assert worker.grown(body, {}, GrowthRule())[0].ranks[0].rank == 3
+
+
+@pytest.mark.parametrize("off", [{"recompute_granularity": None}, {"recompute_granularity": None, "tp": 1}])
+def test_the_control_may_be_changes_of_what_is_run(off: dict[str, object]) -> None:
+    full = RECIPE.but(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    assert growth_runs._control(full, GrowthRule(control=off)) == RECIPE
+    with pytest.raises(UserError, match="control and candidate are the same recipe"):
+        growth_runs._control(RECIPE, GrowthRule(control=off))

@@ -231,7 +231,7 @@ def test_a_control_that_died_is_tried_again(project: pytest.Pytester, monkeypatc
     assert len((project.path / "log").read_text().splitlines()) == 4
 
 
-def test_it_works_beside_peak_memory_and_the_closest_marker_wins(project: pytest.Pytester) -> None:
+def test_it_works_beside_peak_memory_and_all_markers_are_judged(project: pytest.Pytester) -> None:
     write(
         project,
         """
@@ -240,18 +240,81 @@ def test_it_works_beside_peak_memory_and_the_closest_marker_wins(project: pytest
     def test_module(mbmem):
         mbmem.measure(SAVING)
 
-    @pytest.mark.memory_saving(PLAIN, at_least="10 MiB")
+    @pytest.mark.memory_saving(PLAIN, max_slowdown="1%")
     @pytest.mark.peak_memory(limit="50 MiB")
     def test_own(mbmem):
-        mbmem.measure(SAVING)
+        mbmem.measure(PLAIN.but(recompute_modules=["a", "b"]))
 """,
     )
     result = project.runpytest()
-    result.assert_outcomes(passed=1, failed=1)
+    result.assert_outcomes(failed=2)
     result.stdout.fnmatch_lines(
         [
             "REGRESSION: peak allocated is 8.00 MiB over the limit",
             "SAVES TOO LITTLE: peak allocated falls by 16.00 MiB, 4.00 MiB less than asked",
+            "TOO SLOW: 10.00% more FLOPs than the control, 1.00% are allowed",
+            "*test_own saving * -50.00% * too slow",
+            "*test_own saving * -50.00% * pass",
+        ]
+    )
+
+
+def test_controls_of_one_name_are_two_controls_and_equal_rules_one(project: pytest.Pytester) -> None:
+    write(
+        project,
+        """
+    @pytest.mark.memory_saving(PLAIN.but(name="same"), at_least="10 MiB")
+    @pytest.mark.memory_saving(PLAIN.but(name="same"), at_least="10 MiB")
+    @pytest.mark.memory_saving(PLAIN.but(name="same", recompute_modules=["nothing", "a"]), at_least="10 MiB")
+    def test_x(mbmem):
+        mbmem.measure(SAVING)
+""",
+    )
+    result = project.runpytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines_random(["*test_x saving *-25.00%* pass", "*test_x saving * no effect"])
+    assert sum("test_x saving" in line for line in result.outlines) == 2
+
+
+def test_a_control_that_is_not_matched_hides_no_other_failure(project: pytest.Pytester) -> None:
+    write(
+        project,
+        """
+    @pytest.mark.memory_saving(PLAIN)
+    @pytest.mark.memory_saving({"recompute_modules": ["bad"]}, at_least="1 GiB")
+    @pytest.mark.peak_memory(limit="40 MiB")
+    def test_x(mbmem):
+        mbmem.measure(PLAIN)
+""",
+    )
+    result = project.runpytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "REGRESSION: peak allocated is 24.00 MiB over the limit",
+            "SAVES TOO LITTLE: peak allocated falls by 8.00 MiB, 1016.00 MiB less than asked",
+            "*control and candidate are the same recipe*",
+        ]
+    )
+
+
+def test_a_slowdown_by_moved_bytes_cannot_be_judged(project: pytest.Pytester) -> None:
+    write(
+        project,
+        """
+    @pytest.mark.memory_saving({"offload_modules": []}, max_slowdown="1%")
+    def test_x(mbmem):
+        mbmem.measure(PLAIN.but(offload_modules=["core_attn"]))
+""",
+    )
+    result = project.runpytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "INVALID: peak allocated is compared with its control, but the slowdown cannot be judged",
+            "  - max_slowdown: a slowdown by communicated or moved bytes cannot be judged without a real GPU; FLOPs "
+            "stay the same, for +8.00 MiB moved to host, +8.00 MiB moved to device, +8.00 MiB of pinned host memory",
+            "*::test_x saving * invalid",
         ]
     )
 
@@ -362,15 +425,20 @@ def test_every_report_has_the_comparison(
     (measured,) = data["tests"][0]["measurements"]
     first, second = measured["savings"]
     assert (first["verdict"], first["needed"], first["comparison"]["saving"]) == ("pass", 10 * MIB, 16 * MIB)
+    assert [rank["saving"] for rank in first["comparison"]["ranks"]] == [16 * MIB, 0]
     assert (second["verdict"], second["rule"]["control"]) == ("saves too little", "recompute_modules=nothing")
     found = ElementTree.parse(project.path / "j.xml").iterfind(".//testcase/properties/property")
     figures = {p.get("name"): p.get("value") for p in found}
     assert figures["mbmem_saving_verdict"] == "pass"
     assert figures["mbmem_saving_saved_bytes"] == figures["mbmem_saving_saved_bytes#2"] == str(16 * MIB)
     assert figures["mbmem_saving_extra_flops"] == "50"
+    assert figures["mbmem_saving_slowdown"] == "0.05"
+    assert figures["mbmem_saving_saved_bytes_by_rank"] == f"0:{16 * MIB} 1:0"
+    assert figures["mbmem_saving_control_phase"] == "build"
     assert figures["mbmem_saving_verdict#2"] == "saves too little"
     page = Path(project.path / "o.html").read_text()
     assert "asked for: 20.00 MiB; the control is recompute_modules=nothing" in page
     assert "saves 16.00 MiB (25.00%)" in page
+    assert "<td>0</td><td>64.00 MiB</td><td>48.00 MiB</td><td>+16.00 MiB</td>" in page
     assert main(["report", str(project.path / "o.json")]) == 0
     assert "test_x saving" in capsys.readouterr().out

@@ -87,6 +87,9 @@ def test_the_verdict_is_a_note_of_the_measurement(fake_runs: pytest.Pytester) ->
     data = json.loads((fake_runs.path / "out.json").read_text())
     (measured,) = data["tests"][0]["measurements"]
     assert measured["measurement"]["notes"] == ["memory growth: rank 0 grows by 512.00 KiB a step"]
+    (growth,) = data["tests"][0]["growths"]
+    assert (growth["passed"], growth["per_step"]) == (False, 512 * 1024)
+    assert [finding["holders"][0]["path"] for finding in growth["findings"]] == ["decoder.cache"]
 
 
 def test_every_measurement_runs_by_the_closest_marker_on_the_ranks_it_has(
@@ -163,6 +166,7 @@ WRONG = [
     ("slack=-1", "mbmem", "*no_memory_growth(slack=...): -1 is not a size*"),
     ("microbatches=(4, 4)", "mbmem", "*no_memory_growth(microbatches=...): (4, 4) is not two whole numbers*"),
     ("control='nowhere.yaml'", "mbmem", "*nowhere.yaml*"),
+    ("control={'tpp': 2}", "mbmem", "*no_memory_growth(control=...): 'tpp' is not a field of a recipe; did you mean*"),
     ("control=3", "mbmem", "*no_memory_growth(control=...)(3): allowed are a Recipe, the path of a YAML file*"),
     ("5", "mbmem", "*no_memory_growth() takes no positional argument*"),
     ("steps=6", "", "*no_memory_growth(steps=...) is about recipes that the test measures with mbmem*"),

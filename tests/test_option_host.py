@@ -63,6 +63,39 @@ def test_a_step_that_is_skipped_fails_the_test(host_project: pytest.Pytester, mo
     )
 
 
+def test_a_gated_test_fails_with_its_run(host_project: pytest.Pytester) -> None:
+    host_project.makepyfile(
+        """
+        import pytest
+
+        def measure(mbmem):
+            model = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 4}
+            return mbmem.measure({"model": model, "optimizer": {"lr": 1e18}}, may_fail=True)
+
+        @pytest.mark.peak_memory(limit="1 GiB")
+        def test_gated(mbmem):
+            measure(mbmem)
+
+        @pytest.mark.no_memory_growth
+        def test_growing(mbmem):
+            measure(mbmem)
+
+        def test_plain(mbmem):
+            assert measure(mbmem).failure.kind == "not finite"
+        """
+    )
+    result = host_project.runpytest("--mbmem-host")
+    result.assert_outcomes(failed=2, passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "*_ test_gated _*",
+            "not finite on rank 0 in step-2 (*CPU*): the loss is not finite in step 2",
+            "*_ test_growing _*",
+            "not finite on rank 0 in step-2 (*CPU*): the loss is not finite in step 2",
+        ]
+    )
+
+
 def test_what_needs_a_gpu_is_skipped_with_its_reason(host_project: pytest.Pytester) -> None:
     host_project.makepyfile(
         """

@@ -969,3 +969,22 @@ def test_an_empty_list_of_modules_is_a_choice() -> None:
     empty = RECIPE.but(recompute_granularity="selective", recompute_modules=[])
     assert empty.digest != RECIPE.but(recompute_granularity="selective").digest
     assert Recipe.from_dict(empty.to_dict()) == empty
+
+
+def test_a_setting_that_is_switched_takes_along_what_depends_on_it() -> None:
+    plain = Recipe(model=SMALL)
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    switched: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (full, {"recompute_granularity": None}),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, {"recompute_granularity": None}),
+        ({"cpu_offloading": True, "cpu_offloading_num_layers": 1}, {"cpu_offloading": False}),
+        ({"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}, {"optimizer_cpu_offload": False}),
+    ]
+    for on, off in switched:
+        assert plain.but(**on) != plain
+        assert plain.but(**on).but(**off) == plain
+        assert plain.but(**on).but(**{name: on[name] for name in off}) == plain.but(**on)  # as it was
+    selective = plain.but(**full).but(recompute_granularity="selective", recompute_modules=["mlp"])
+    assert selective == plain.but(recompute_granularity="selective", recompute_modules=["mlp"])
+    with pytest.raises(UserError, match="recompute_num_layers: 2 needs recompute_granularity 'full'"):
+        plain.but(**full).but(recompute_granularity=None, recompute_num_layers=2)

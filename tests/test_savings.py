@@ -19,10 +19,13 @@ SELECTIVE = RECIPE.but(recompute_granularity="selective")
 SOURCE = "t.py::test_x"
 
 
-def job(peak: int, flops: int | None = None, failure: Any = None, notes: tuple[str, ...] = ()) -> Measurement:
+def job(
+    peak: int, flops: int | None = None, failure: Any = None, notes: tuple[str, ...] = (), tp: int = 0, moved: int = 0
+) -> Measurement:
     device = Device("virtual-h100-80gb", "NVIDIA H100 80GB HBM3", 80 * GIB, virtual=True)
     phases = (PhaseFigures(2, "backward", *[{"allocated": peak, "reserved": peak}] * 2),)
-    rank = RankMeasurement(0, {}, 1, phases, flops_per_step=flops)
+    traffic = {"collective_bytes": {"tp": tp}, "moved_bytes": {"to host": moved}}
+    rank = RankMeasurement(0, {}, 1, phases, flops_per_step=flops, **traffic)
     reason = failure and Failure(failure, 0, "CUDA out of memory.", 1, "forward")
     return Measurement(device, (rank,), failure=reason, notes=notes)
 
@@ -120,6 +123,19 @@ def test_changes_make_the_control_of_whatever_is_measured() -> None:
     assert control == RECIPE
 
 
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ],
+)
+def test_a_setting_that_the_control_has_off_takes_along_what_depends_on_it(candidate: dict[str, Any]) -> None:
+    control, differences = marker({"recompute_granularity": None}).control_of(RECIPE.but(**candidate), SOURCE)
+    assert control == RECIPE
+    assert list(differences) == sorted(f"memory.{name}" for name in candidate)
+
+
 def test_a_recipe_must_be_matched() -> None:
     assert marker(RECIPE).control_of(SELECTIVE, SOURCE)[0] is RECIPE
     with pytest.raises(UserError, match=r"t.py::test_x: memory_saving\(control=.*differ in more than memory settings"):
@@ -179,6 +195,26 @@ def test_extra_flops_stand_for_the_slowdown(flops: int, verdict: str) -> None:
         assert judgement.notes == (
             "the slowdown is modelled, not measured: FLOPs of a step of the rank that computes most stand for its time",
         )
+
+
+@pytest.mark.parametrize("traffic", [{"tp": MIB}, {"moved": MIB}])
+def test_a_slowdown_by_traffic_alone_cannot_be_judged(traffic: dict[str, int]) -> None:
+    what = "+1.00 MiB tp collectives" if "tp" in traffic else "+1.00 MiB moved to host"
+    judgement = judged(job(GIB, 100), job(GIB // 2, 100, **traffic), max_slowdown=0.07)
+    assert judgement.verdict == "invalid"
+    assert judgement.notes == (
+        "max_slowdown: a slowdown by communicated or moved bytes cannot be judged without a real GPU; FLOPs stay the "
+        f"same, for {what}",
+    )
+    assert judged(job(GIB, 100), job(GIB // 2, 100, **traffic)).verdict == "pass"
+    assert judged(job(GIB, 100, **traffic), job(GIB // 2, 100), max_slowdown=0.07).verdict == "pass"  # less of it
+
+
+@pytest.mark.parametrize(("flops", "verdict"), [(101, "pass"), (110, "too slow")])
+def test_more_traffic_beside_more_flops_is_said(flops: int, verdict: str) -> None:
+    judgement = judged(job(GIB, 100), job(GIB // 2, flops, tp=MIB), max_slowdown=0.07)
+    assert judgement.verdict == verdict
+    assert judgement.notes[-1] == ("FLOPs alone cannot judge the slowdown here; it also costs +1.00 MiB tp collectives")
 
 
 def test_too_little_saved_is_said_before_too_slow() -> None:

@@ -211,3 +211,12 @@ def test_the_recipe_itself_is_the_control_unless_one_is_named() -> None:
 def test_impossible_sweeps_are_refused(named: Any, control: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
         recipes_of(RECIPE, named, control, "t")
+
+
+def test_a_row_without_recompute_may_lack_what_goes_with_it() -> None:
+    base = RECIPE.but(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    rows = {"none": {"recompute_granularity": None}, "layer norms": {"recompute_granularity": "selective"}}
+    _, others = recipes_of(base, rows, None, "t")
+    assert others["none"][0] == RECIPE
+    _, others = recipes_of(base, rows, "none", "t")
+    assert others["layer norms"][0] == RECIPE.but(recompute_granularity="selective")

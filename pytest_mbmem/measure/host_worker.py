@@ -69,9 +69,7 @@ def parity(control: dict[str, Any], candidate: dict[str, Any], timeout: float) -
         results = _together(Path(folder), recipes, _record_rank, timeout)
         if "failure" in results:
             return {"rows": [], **results}
-        pairs = [
-            (torch.load(a), torch.load(b)) for a, b in zip(results["control"], results["candidate"], strict=True)
-        ]
+        pairs = [(torch.load(a), torch.load(b)) for a, b in zip(results["control"], results["candidate"], strict=True)]
         values = [(a["values"], b["values"]) for a, b in pairs]
         return {"rows": compare(values, [a["expected"] | b["expected"] for a, b in pairs]), "failure": None}
 

@@ -65,7 +65,7 @@ def _making(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor
     return make
 
 
-_to = torch.Tensor.to
+_to, _clone = torch.Tensor.to, torch.Tensor.clone
 
 
 def _moving(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -73,8 +73,19 @@ def _moving(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     kinds = {_kind(argument) for argument in (*args, *kwargs.values())}
     moved = _to(tensor, *map(_on_host, args), **{name: _on_host(value) for name, value in kwargs.items()})
     if moved is tensor and ("cuda" if _is_off(tensor) else "cpu") in kinds:
-        moved = tensor.clone()
-    return _off(moved) if "cpu" in kinds else moved
+        moved = _clone(tensor)
+    return _off(moved) if "cpu" in kinds or (_is_off(tensor) and "cuda" not in kinds) else moved
+
+
+def _staying(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A method whose result is where the tensor is. Megatron's optimizer offload makes its fp32 copies with these."""
+
+    @functools.wraps(function)
+    def make(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        made = function(tensor, *args, **kwargs)
+        return _off(made) if _is_off(tensor) else made
+
+    return make
 
 
 _type = torch.Tensor.type
@@ -100,6 +111,7 @@ _MAKERS = (
 )
 _NEW = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 _METHODS |= {name: _making(getattr(torch.Tensor, name)) for name in _NEW}
+_METHODS |= {name: _staying(getattr(torch.Tensor, name)) for name in ("clone", "detach", "float")}
 
 
 # torch.cuda -----------------------------------------------------------------------------------------------------------

@@ -189,7 +189,8 @@ def _notes(results: Results) -> Iterator[str]:
                     tests.setdefault(note, []).append(label_of(test.id, measured))
             for saving in measured.savings:
                 if saving.passed and saving.comparison is not None:
-                    for note in (saving.comparison.explain(), *saving.notes):
+                    said = saving.comparison.explain()  # which has some of the notes
+                    for note in (said, *(note for note in saving.notes if note not in said)):
                         tests.setdefault(note, []).append(label_of(test.id, measured))
     for note, (first, *more) in tests.items():
         yield f"note: {first}{f' and {len(more)} more' if more else ''}: {note}"
@@ -239,8 +240,6 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
         yield from _phase_table(worst)
         yield ""
         yield f"collectives in a step by group: {sizes_of(worst.collective_bytes)}"
-        if worst.moved_bytes:
-            yield f"moved in a step: {sizes_of(worst.moved_bytes)}"
         if worst.allocation_retries:
             yield f"cudaMalloc failed and the cache was emptied {worst.allocation_retries} times"
     for note in measurement.notes:

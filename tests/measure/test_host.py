@@ -8,10 +8,10 @@ import pytest
 
 from pytest_mbmem.errors import NotOnHost, UserError
 from pytest_mbmem.measure import host
-from pytest_mbmem.measure.host import DEVICE, HostLauncher, Parity, shrunk
+from pytest_mbmem.measure.host import DEVICE, HostLauncher, Parity, Precision, shrunk
 from pytest_mbmem.measurement import Failure, Measurement
 from pytest_mbmem.models import PRESETS, preset
-from pytest_mbmem.recipe import Lora, Model, Parallelism, Recipe, Training
+from pytest_mbmem.recipe import Lora, Model, Moe, Parallelism, Recipe, Training
 
 LLAMA = Recipe(
     model=preset("llama3-8b"),
@@ -88,10 +88,21 @@ def test_a_number_of_recomputed_layers_stays_some_or_all(settings: dict[str, obj
 
 def test_what_a_cpu_lacks_is_left_out() -> None:
     small = shrunk(LLAMA.but(precision="fp16", alloc_conf="expandable_segments:True"))
-    assert (small.training.precision, small.training.attention_backend) == ("bf16", "unfused")
+    assert (small.training.precision, small.training.attention_backend) == ("fp16", "unfused")
     assert (small.training.masked_softmax_fusion, small.memory.alloc_conf) == (False, "")
     uneven = LLAMA.but(pp=4, num_layers_in_first_pipeline_stage=2)
     assert shrunk(uneven).parallelism == Parallelism(pp=2)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"pp": 2, "pipeline_model_parallel_layout": "Et|L"}], ids=["alone", "Et|L"])
+def test_one_layer_with_a_pattern_of_one(sizes: dict) -> None:
+    moe = Moe(num_moe_experts=4, moe_layer_freq=(1,))
+    model = Model(num_layers=1, hidden_size=64, num_attention_heads=4, vocab_size=100, moe=moe)
+    small = shrunk(Recipe(model=model, parallelism=Parallelism(**sizes), training=Training(seq_length=64)))
+    ranks = sizes.get("pp", 1)
+    assert small.model.num_layers == small.world_size == ranks
+    assert small.model.moe is not None
+    assert small.model.moe.moe_layer_freq == (1,) * ranks
 
 
 def test_a_small_recipe_keeps_its_size() -> None:
@@ -134,6 +145,23 @@ def test_the_distributed_optimizer_trains_as_the_plain_one(host_launcher: HostLa
     assert losses(host_launcher.measure(sharded)) == pytest.approx(losses(host_launcher.measure(plain)), rel=1e-5)
 
 
+def test_fp16_trains_as_bf16_and_skips_no_step(host_launcher: HostLauncher) -> None:
+    half = host_launcher.measure(LLAMA.but(precision="fp16"))
+    assert losses(half) == pytest.approx(losses(host_launcher.measure(LLAMA)), rel=1e-3)
+    assert all(step.grad_norm is not None and 0.1 < step.grad_norm < 100 for step in half.steps)
+
+
+def test_fp16_skips_a_step_whose_scaled_gradients_overflow(
+    host_launcher: HostLauncher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_TRAIN", "host_faults:begins_with_megatrons_loss_scale")
+    result = host_launcher.measure(LLAMA.but(precision="fp16"))
+    assert [step.skipped for step in result.steps] == [True] * 3
+    assert result.failure is not None
+    assert (result.failure.kind, result.failure.step) == ("skipped step", 1)
+    assert result.failure.message.startswith("the optimizer skipped step 1: the gradient of ")
+
+
 def test_context_parallel_attention_computes_what_one_rank_does(host_launcher: HostLauncher) -> None:
     whole, halves = LLAMA.but(steps=1), LLAMA.but(steps=1, cp=2)
     assert losses(host_launcher.measure(halves)) == pytest.approx(losses(host_launcher.measure(whole)), rel=2e-4)
@@ -163,6 +191,18 @@ def test_a_loss_that_is_not_finite_is_a_failure(host_launcher: HostLauncher) -> 
     [
         ("skips_steps", {}, "skipped step", "the optimizer skipped step 1"),
         ("loses_a_rank", {"dp": 2}, "died", "the process of this rank ended with exit code 3"),
+        (
+            "refuses_the_second_step",
+            {},
+            "refused",
+            "memory.recompute_num_layers: 2 does not divide the 3 layers",
+        ),
+        (
+            "meets_an_assertion_in_the_second_step",
+            {},
+            "refused",
+            "Megatron Core refuses it: context parallel group is not initialized",
+        ),
     ],
 )
 def test_a_run_that_goes_wrong_says_so(
@@ -212,7 +252,7 @@ def test_memory_settings_change_no_number(
     parity = host_launcher.parity(control, control.but(**settings))
     assert isinstance(parity, Parity), parity
     assert parity.passed, parity.explain()
-    kinds = ["output", "weight gradient", "input gradient", "main_grad", "updated parameter"]
+    kinds = ["output", "weight gradient", "input gradient", "main_grad", "parameter update"]
     assert {(row.precision, row.kind) for row in parity.rows} == {(p, k) for p in ("fp32", "bf16") for k in kinds}
     assert all(row.zero == 0 for row in parity.rows)
     assert parity.ranks == control.world_size
@@ -220,18 +260,57 @@ def test_memory_settings_change_no_number(
 
 def test_optimizer_offload_changes_no_number(host_launcher: HostLauncher) -> None:
     control = GPT.but(dp=2, distributed_optimizer=True)
-    parity = host_launcher.parity(control, control.but(optimizer_cpu_offload=True), ["bf16"])
+    parity = host_launcher.parity(control, control.but(optimizer_cpu_offload=True))
     assert isinstance(parity, Parity), parity
     assert parity.passed, parity.explain()
+    assert {row.precision for row in parity.rows} == {"bf16"}
+    assert "\nfp32 left out: candidate: memory.optimizer_cpu_offload: true with training.precision" in parity.table()
+    half = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
+    alone = host_launcher.parity(GPT, GPT.but(**half), ["fp32"])
+    assert isinstance(alone, Parity), alone
+    assert alone.passed, alone.explain()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("fault", "error"), [("skips_the_update", 1.0), ("updates_with_the_wrong_sign", 2.0)])
+def test_a_wrong_update_is_found(
+    host_launcher: HostLauncher, monkeypatch: pytest.MonkeyPatch, fault: str, error: float, precision: Precision
+) -> None:
+    monkeypatch.setattr(host, "_PARITY", f"host_faults:{fault}")
+    control = GPT.but(distributed_optimizer=precision == "bf16")
+    parity = host_launcher.parity(control, control.but(optimizer_cpu_offload=True), [precision])
+    assert isinstance(parity, Parity), parity
+    assert [row.kind for row in parity.rows if not row.passed] == ["parameter update"]
+    assert parity.error("parameter update") == pytest.approx(error, rel=0.05)
+    assert parity.error("main_grad") == 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind", "rank"),
+    [("records_no_input_gradients", "input gradient", 0), ("records_no_outputs_on_rank_1", "output", 1)],
+)
+def test_a_kind_that_both_sides_lack_is_no_parity(
+    host_launcher: HostLauncher, monkeypatch: pytest.MonkeyPatch, fault: str, kind: str, rank: int
+) -> None:
+    monkeypatch.setattr(host, "_PARITY", f"host_faults:{fault}")
+    control = GPT.but(pp=2)
+    parity = host_launcher.parity(control, control.but(**FULL), ["fp32"])
+    assert isinstance(parity, Parity), parity
+    (row,) = [row for row in parity.rows if not row.passed]
+    assert row.explain() == (
+        f"fp32 {kind}: relative error inf (neither side has it), tolerance 1e-05: any {kind} on rank {rank}"
+    )
 
 
 def test_context_parallel_recipes_are_compared_in_bf16(host_launcher: HostLauncher) -> None:
     control = LLAMA.but(cp=2, **DROPOUT)
     with pytest.raises(UserError, match=r'leave fp32 out: precisions=\("bf16",\)'):
-        host_launcher.parity(control, control.but(**FULL))
-    parity = host_launcher.parity(control, control.but(**FULL), ["bf16"])
+        host_launcher.parity(control, control.but(**FULL), ["fp32", "bf16"])
+    parity = host_launcher.parity(control, control.but(**FULL))
     assert isinstance(parity, Parity), parity
     assert parity.passed, parity.explain()
+    assert {row.precision for row in parity.rows} == {"bf16"}
+    assert parity.table().endswith("\nfp32 left out: context parallelism needs flash attention, which has no fp32")
 
 
 @pytest.mark.parametrize(
@@ -266,7 +345,7 @@ def test_parity_finds(
     # What follows from a wrong gradient differs too: the parameters, and with a generator that is left in another state
     # the outputs of the next microbatch.
     wrong = {row.kind for row in parity.rows if not row.passed}
-    assert wrong - {"updated parameter", "output"} == kinds
+    assert wrong - {"parameter update", "output"} == kinds
     assert all(parity.error(kind) > 0.1 for kind in kinds), parity.table()
 
 
@@ -293,7 +372,7 @@ def test_comparing_nothing_but_zeros_is_no_parity(host_launcher: HostLauncher, m
     ("changes", "precisions", "message"),
     [
         ({}, ["fp32"], "control and candidate are the same recipe"),
-        ({"tp": 2}, ["fp32"], "may differ in memory settings alone.*: parallelism.tp: 1 -> 2"),
+        ({"tp": 2}, ["fp32"], r"differ in more than memory settings: parallelism.tp: 1 -> 2 .*\. Make them equal$"),
         ({"alloc_conf": "expandable_segments:True"}, ["fp32"], "the host has nothing that this changes: memory.alloc"),
         (FULL, ["fp16"], r"precisions=\['fp16'\]: allowed are fp32, bf16"),
         (FULL, "fp32", "precisions='fp32': allowed are fp32, bf16"),
@@ -311,3 +390,4 @@ def test_what_a_side_refuses_names_the_side(host_launcher: HostLauncher) -> None
     assert isinstance(failure, Failure)
     assert failure.kind == "refused"
     assert failure.message.startswith("candidate, bf16: Megatron Core refuses it: Invalid choices")
+    assert host_launcher.parity(GPT, GPT.but(**selective("nonsense"))) == failure

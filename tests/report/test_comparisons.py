@@ -52,7 +52,7 @@ def test_a_name_and_a_phase_are_in_the_headline(measured: Make) -> None:
 
 def test_a_slowdown_that_is_not_known_says_so(measured: Make) -> None:
     text = text_of(without_flops(measured(GIB)), measured(MIB), SavingRule("c", max_slowdown=0.1))
-    assert text.startswith("INVALID: peak allocated could not be compared with its control\n")
+    assert text.startswith("INVALID: peak allocated is compared with its control, but the slowdown cannot be judged\n")
     assert text.endswith("\n  - max_slowdown cannot be judged: FLOPs were not counted")
 
 

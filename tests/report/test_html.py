@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from html.parser import HTMLParser
 
 import pytest
 
 from pytest_mbmem.gates import PeakGate
+from pytest_mbmem.growth import Growth, Holder, RankGrowth, Trace
 from pytest_mbmem.report.html import page
 from pytest_mbmem.report.results import Measured, Results
+from pytest_mbmem.sweep import Sweep
 
 MIB, GIB = 2**20, 2**30
 Make = Callable[..., Measured]
@@ -153,3 +156,36 @@ def test_nothing_from_outside_becomes_markup(measured: Make, failed: Make, resul
 
 def test_a_run_without_measurements_is_a_page_too(results: MakeResults) -> None:
     assert "all 0" in Page(page(results({}))).text
+
+
+def test_host_memory_and_moved_bytes_are_columns_where_a_rank_has_them(measured: Make, results: MakeResults) -> None:
+    plain = measured(GIB, GIB)
+    assert "host memory" not in Page(page(results({"t": [plain]}))).text
+    first, second = plain.measurement.ranks
+    first = dataclasses.replace(first, host_peak=3 * MIB, moved_bytes={"to host": 2 * MIB})
+    plain.measurement = dataclasses.replace(plain.measurement, ranks=(first, second), notes=("an adapter is idle",))
+    text = Page(page(results({"t": [plain]}))).text
+    assert "host memory moved to host a step" in text
+    assert "tp 3.00 MiB 3.00 MiB 2.00 MiB 1 tp=0 pp=1" in text
+    assert "tp 3.00 MiB - -" in text
+    assert "an adapter is idle" in text
+
+
+def test_a_sweep_shows_what_each_rank_saves(measured: Make, results: MakeResults) -> None:
+    rows = [(name, measured(GIB, GIB // 2).measurement, {}) for name in ("a", "b")]
+    found = results({"t": []})
+    found.tests["t"].sweeps = [Sweep.of(("c", measured(GIB, GIB).measurement), rows, "allocated", None, None)]
+    text = Page(page(found)).text
+    assert (
+        "setting rank control measured saved a 0 1.00 GiB 1.00 GiB +0 B a 1 1.00 GiB 512.00 MiB +512.00 MiB b" in text
+    )
+
+
+def test_each_finding_of_growth_is_a_line(results: MakeResults) -> None:
+    run = Trace(resting=(0, MIB, 2 * MIB, 3 * MIB), freed_by_gc=MIB, grown=(Holder("decoder.<b>", MIB, 1),))
+    found = results({"t": []})
+    found.tests["t"].growths = [Growth((RankGrowth(3, run),)).summary()]
+    parsed = Page(page(found))
+    assert "growth memory growth: rank 3 grows by 1.00 MiB a step" in parsed.text
+    assert "held by decoder.<b> 1 tensor, 1.00 MiB" in parsed.text
+    assert len(parsed.all("li")) == 2

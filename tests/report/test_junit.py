@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from pytest_mbmem.gates import PeakGate
 from pytest_mbmem.report.junit import properties
 from pytest_mbmem.report.results import Measured
+from pytest_mbmem.sweep import Sweep
 
 MIB, GIB = 2**20, 2**30
 Make = Callable[..., Measured]
@@ -20,6 +23,7 @@ def test_a_judged_measurement_has_its_figures_in_bytes(measured: Make) -> None:
         ("mbmem_peak_reserved_bytes", 2 * GIB + 2 * MIB),
         ("mbmem_worst_rank", 1),
         ("mbmem_phase", "step-2/backward"),
+        ("mbmem_peak_allocated_bytes_by_rank", f"0:{GIB} 1:{2 * GIB}"),
         ("mbmem_flops_per_step", 5 * 10**12),
         ("mbmem_verdict", "regression"),
         ("mbmem_measured_bytes", 2 * GIB),
@@ -47,3 +51,19 @@ def test_no_two_properties_of_a_test_share_a_name(measured: Make) -> None:
     names = [name for name, _ in properties([first, measured(GIB, gate=PeakGate(), name="control")])]
     assert len(set(names)) == len(names)
     assert {"mbmem_verdict", "mbmem_verdict@reserved@build", "mbmem_verdict[control]"} <= set(names)
+
+
+def test_traffic_and_host_memory_are_there_where_a_job_has_them(measured: Make) -> None:
+    plain = measured(2 * GIB).measurement
+    changes: dict[str, Any] = {"moved_bytes": {"to host": 5}, "host_peak": 7, "collective_bytes": {"tp": 3 * MIB + 2}}
+    ranks = tuple(dataclasses.replace(r, **changes) for r in measured(GIB).measurement.ranks)
+    other = dataclasses.replace(plain, ranks=ranks)
+    found = dict(
+        properties([Measured("k", None, other)], [Sweep.of(("c", plain), [("a", other, {})], "allocated", None, None)])
+    )
+    assert (found["mbmem_moved_to_host_bytes"], found["mbmem_host_peak_bytes"]) == (5, 7)
+    assert found["mbmem_sweep_extra_tp_collective_bytes[a]"] == 2
+    assert found["mbmem_sweep_extra_moved_to_host_bytes[a]"] == 5
+    assert found["mbmem_sweep_slowdown[a]"] == 0
+    assert found["mbmem_sweep_saved_bytes_by_rank[a]"] == f"0:{GIB}"
+    assert found["mbmem_sweep_measured_phase[a]"] == "step-2/backward"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -232,3 +233,17 @@ def test_a_failed_measurement_ends_with_its_failure(failed: Make) -> None:
 )
 def test_flops_are_written_in_the_largest_unit_they_fill(flops: int | None, text: str) -> None:
     assert format_flops(flops) == text
+
+
+def test_notes_and_traffic_of_a_measurement_without_a_gate_are_shown(measured: Make, results: MakeResults) -> None:
+    one = measured(GIB, GIB)
+    first, second = one.measurement.ranks
+    first = dataclasses.replace(first, host_peak=3 * MIB, moved_bytes={"to host": 2 * MIB})
+    one.measurement = dataclasses.replace(one.measurement, ranks=(first, second), notes=("an adapter is idle",))
+    assert summary_lines(results({"t.py::test_a": [one]}), 120)[-1] == "note: t.py::test_a: an adapter is idle"
+    lines = measurement_lines(one.measurement)
+    assert "note: an adapter is idle" in lines
+    head = next(n for n, line in enumerate(lines) if line.startswith("rank "))
+    assert lines[head].endswith("FLOPs a step  host memory  moved to host a step")
+    assert lines[head + 1].split()[-4:] == ["3.00", "MiB", "2.00", "MiB"]
+    assert lines[head + 2].split()[-2:] == ["-", "-"]
