@@ -202,7 +202,8 @@ class Mbmem:
             recipe: as for `measure`.
             steps: how many count, 5 (the default) or more; the first two of a run do not.
             control: what may stay after backward is what stays in this one, which differs in memory settings alone;
-                a mapping without "model" is the settings that it has instead of the recipe's. None: the recipe without recompute and activation offload, if it has any.
+                a mapping without "model" is the settings that it has instead of the recipe's. None: the recipe without
+                recompute and activation offload, if it has any.
             microbatches: two numbers of them, the smaller first, between which memory must be the same. None: enough
                 to fill the pipeline, and twice as many.
             slack: bytes that are not a finding, or text as in "1 MiB"; 4 KiB where none is given.

@@ -110,6 +110,8 @@ def test_figures_are_junit_properties(project: pytest.Pytester, workers: str) ->
         "mbmem_device": "virtual-h100-80gb",
         "mbmem_peak_allocated_bytes": str(64 * MIB),
         "mbmem_peak_reserved_bytes": str(128 * MIB),
+        "mbmem_peak_allocated_bytes_by_rank": f"0:{64 * MIB} 1:{32 * MIB}",
+        "mbmem_host_peak_bytes": "0",
         "mbmem_flops_per_step": "1000",
         "mbmem_worst_rank": "0",
         "mbmem_phase": "build",

@@ -142,8 +142,9 @@ def _saving(saving: SavingJudgement) -> str:
     comparison = saving.comparison
     said = comparison.explain() if comparison is not None else ""
     asked = f"asked for: {saving.rule.asked}; the control is {saving.rule.control}"
+    unsaid = (note for note in saving.notes if note not in said)
     ranks = _rank_savings({"": comparison} if comparison is not None else {})
-    return f"<p>{_badge(saving.verdict)} {escape(said)}</p>{_list((asked, *(note for note in saving.notes if note not in said)))}{ranks}"
+    return f"<p>{_badge(saving.verdict)} {escape(said)}</p>{_list((asked, *unsaid))}{ranks}"
 
 
 def _rank_savings(comparisons: Mapping[str, Comparison | None]) -> str:
