@@ -78,6 +78,11 @@ class Moe(Part):
             raise BadKey("model.moe.moe_router_topk", f"{self.moe_router_topk} is more than {limit}")
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
             raise BadKey("model.moe.moe_pad_expert_input_to_capacity", "true needs moe_expert_capacity_factor")
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is not None:
+            most = self.num_moe_experts / self.moe_router_topk
+            if self.moe_expert_capacity_factor > most:
+                problem = f"{self.moe_expert_capacity_factor:g} pads to more tokens than there are; at most {most:g}"
+                raise BadKey("model.moe.moe_expert_capacity_factor", problem)
         if self.moe_expert_capacity_factor is not None and self.moe_token_dispatcher_type != "alltoall":
             problem = f"{self.moe_expert_capacity_factor} needs moe_token_dispatcher_type 'alltoall'"
             raise BadKey("model.moe.moe_expert_capacity_factor", problem)
@@ -156,8 +161,8 @@ class Model(Part):
         super().__post_init__()
         heads = self.num_attention_heads
         if self.mla is not None:
-            for name in ("num_query_groups", "kv_channels"):
-                if getattr(self, name) is not None:
+            for name in ("num_query_groups", "kv_channels", "add_qkv_bias"):
+                if getattr(self, name):
                     raise BadKey(f"model.{name}", f"{getattr(self, name)} has no meaning with model.mla; leave it out")
             if self.position_embedding_type != "rope":
                 problem = f"{self.position_embedding_type!r} is not possible with model.mla, only 'rope'"
@@ -316,6 +321,9 @@ class Model(Part):
                 moe = dataclasses.replace(moe, **sizes)
         return dataclasses.replace(self, moe=moe, **changes)
 
+
+_MOST_GROUPS = 1024
+"""Of torch's grouped matrix product (2.14)."""
 
 _UNEVEN = (
     "num_layers_in_first_pipeline_stage",
@@ -520,6 +528,11 @@ class Memory(Part):
             raise BadKey("memory.cpu_offloading_num_layers", "needs cpu_offloading: true")
         elif self.cpu_offloading_weights:
             raise BadKey("memory.cpu_offloading_weights", "true needs cpu_offloading: true")
+        elif not self.cpu_offloading_activations:
+            raise BadKey("memory.cpu_offloading_activations", "false needs cpu_offloading: true")
+        if self.min_offloaded_tensor_size != 1024 * 1024 and not self.offload_modules:
+            problem = f"{self.min_offloaded_tensor_size} needs offload_modules"
+            raise BadKey("memory.min_offloaded_tensor_size", problem)
         _check_no_duplicates("memory.offload_modules", self.offload_modules)
         if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
             raise BadKey("memory.overlap_cpu_optimizer_d2h_h2d", "true needs optimizer_cpu_offload: true")
@@ -535,6 +548,7 @@ DEPENDENTS: Mapping[str, tuple[str, ...]] = {
         "recompute_num_layers",
         "distribute_saved_activations",
     ),
+    "offload_modules": ("min_offloaded_tensor_size",),
     "cpu_offloading": ("cpu_offloading_num_layers", "cpu_offloading_activations", "cpu_offloading_weights"),
     "optimizer_cpu_offload": ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d"),
 }
@@ -628,6 +642,15 @@ class Recipe(Part):
     def _check_split(self) -> None:
         model, split = self.model, self.parallelism
         tp = {"parallelism.tp": split.tp}
+        fixed = [split.num_layers_in_first_pipeline_stage or 0, split.num_layers_in_last_pipeline_stage or 0]
+        if sum(fixed) > model.num_layers:
+            name = "first" if fixed[0] > model.num_layers else "last"
+            problem = f"{fixed[name == 'last']} is more than is left of model.num_layers ({model.num_layers})"
+            raise BadKey(f"parallelism.num_layers_in_{name}_pipeline_stage", problem)
+        repeats = [int(number) for number in re.findall(r"\*(\d+)", split.pipeline_model_parallel_layout)]
+        if any(number > model.num_layers for number in repeats):
+            problem = f"repeats {max(repeats)} times, with model.num_layers {model.num_layers}"
+            raise BadKey("parallelism.pipeline_model_parallel_layout", problem)
         if split.pipeline_split_is_even:
             stages = {"parallelism.pp": split.pp} | ({"parallelism.vpp": split.vpp} if split.vpp else {})
             check_multiple("model.num_layers", model.num_layers, stages)
@@ -637,6 +660,11 @@ class Recipe(Part):
         if self.training.attention_backend == "flash" and (channels % 8 or channels > 256):
             key = "model.kv_channels" if model.mla is None else "model.mla.qk_head_dim"
             raise BadKey(key, f"{channels} channels a head; flash attention takes multiples of 8 up to 256")
+        if self.training.attention_backend == "flash" and model.mla is not None and model.mla.v_head_dim > channels:
+            problem = (
+                f"{model.mla.v_head_dim} is more than the {channels} channels of queries; flash attention takes less"
+            )
+            raise BadKey("model.mla.v_head_dim", problem)
         if model.mla is None:
             groups = model.query_groups
             if groups % split.tp and split.tp % groups:
@@ -675,8 +703,15 @@ class Recipe(Part):
             topk, local_experts = moe.moe_router_topk, moe.num_moe_experts // split.ep
             most = split.ep * min(topk, local_experts) / topk
             if moe.overload > most:
-                problem = f"{moe.overload:g} is more than {most:g}, which is when every token goes to the first rank"
+                problem = f"{moe.overload:g} is more than {most:g}, the most that {topk} of its experts a token allow"
                 raise BadKey("model.moe.overload", problem)
+            if moe.overload >= split.ep:
+                problem = f"{moe.overload:g} leaves no token for the other ranks; allowed is less than {split.ep}"
+                raise BadKey("model.moe.overload", problem)
+        local = moe.num_moe_experts // split.ep
+        if moe.moe_grouped_gemm and local > _MOST_GROUPS:
+            problem = f"true with {local} experts a rank; PyTorch's grouped product takes {_MOST_GROUPS} at most"
+            raise BadKey("model.moe.moe_grouped_gemm", problem)
 
     def _check_lora(self) -> None:
         if self.lora is None:

@@ -211,8 +211,8 @@ class Run:
             plan.growth = self._growth_rule(item, in_worker=plan.in_worker)
             if plan.in_worker and plan.growth is not None and plan.gates:
                 raise UserError(
-                    f"{item.nodeid}: no_memory_growth runs the whole test without garbage collection, which changes the "
-                    f"peak that {MARKER} judges; give each marker a test of its own"
+                    f"{item.nodeid}: no_memory_growth runs the whole test without garbage collection, which changes "
+                    f"the peak that {MARKER} judges; give each marker a test of its own"
                 )
             if mbmem and model:
                 raise UserError(

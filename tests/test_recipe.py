@@ -934,7 +934,30 @@ def test_a_model_cannot_grow() -> None:
         ({"moe": Moe(num_moe_experts=4), "overload": 1.5}, "model.moe.overload: 1.5 needs parallelism.ep of 2 or more"),
         (
             {"moe": Moe(num_moe_experts=4), "overload": 2.5, "ep": 2, "dp": 2},
-            "model.moe.overload: 2.5 is more than 2, which is when every token goes to the first rank",
+            "model.moe.overload: 2.5 is more than 2, the most that 2 of its experts a token allow",
+        ),
+        (
+            {"moe": Moe(num_moe_experts=4), "overload": 2.0, "ep": 2, "dp": 2},
+            "model.moe.overload: 2 leaves no token for the other ranks; allowed is less than 2",
+        ),
+        (
+            {"moe": Moe(num_moe_experts=4096, moe_grouped_gemm=True)},
+            "model.moe.moe_grouped_gemm: true with 4096 experts a rank; PyTorch's grouped product takes 1024 at most",
+        ),
+        ({"mla": Mla(), "add_qkv_bias": True}, "model.add_qkv_bias: True has no meaning with model.mla; leave it out"),
+        (
+            {"mla": Mla(v_head_dim=256), "attention_backend": "flash"},
+            "model.mla.v_head_dim: 256 is more than the 192 channels of queries; flash attention takes less",
+        ),
+        ({"min_offloaded_tensor_size": 1}, "memory.min_offloaded_tensor_size: 1 needs offload_modules"),
+        ({"cpu_offloading_activations": False}, "memory.cpu_offloading_activations: false needs cpu_offloading: true"),
+        (
+            {"pp": 2, "num_layers_in_first_pipeline_stage": 5},
+            "parallelism.num_layers_in_first_pipeline_stage: 5 is more than is left of model.num_layers (4)",
+        ),
+        (
+            {"pp": 2, "pipeline_model_parallel_layout": "Et*1000000000|ttttL"},
+            "parallelism.pipeline_model_parallel_layout: repeats 1000000000 times, with model.num_layers 4",
         ),
         (
             {"moe": Moe(num_moe_experts=4, moe_router_topk=3), "overload": 1.5, "ep": 2, "dp": 2},

@@ -1,8 +1,8 @@
 """Memory settings that were asked for and change nothing.
 
-A setting has an effect on a rank if the rank allocates differently without it: the number of calls for memory up to the
-end of the first step is compared between the recipe and the same recipe without that one setting. So nothing needs to
-be known of how Megatron applies it.
+A setting has an effect on a rank if the rank does otherwise without it: the number of calls for memory up to the end of
+the first step, or of an offload the bytes that it moves, are compared between the recipe and the same recipe without
+that one setting. So nothing needs to be known of how Megatron applies it.
 """
 
 from __future__ import annotations
@@ -68,15 +68,31 @@ def _settings(memory: Memory) -> Iterator[tuple[str, dict[str, object]]]:
         yield "memory.optimizer_cpu_offload", _WITHOUT_OPTIMIZER_OFFLOAD
 
 
-def failures(ranks: Sequence[RankMeasurement], without: Mapping[str, Mapping[int, int | None]]) -> list[Failure]:
-    """One for the settings that left every probed rank as it was; `without` has each rank's allocations by setting.
+def fingerprint(rank: RankMeasurement) -> tuple[int, int]:
+    """Calls for memory up to the end of step 1, and bytes moved to the host in the last step."""
+    assert rank.allocations is not None
+    return rank.allocations, rank.moved_bytes.get("to host", 0)
 
-    None stands for a rank that could not run without the setting: so it has an effect.
+
+def failures(
+    ranks: Sequence[RankMeasurement], without: Mapping[str, Mapping[int, tuple[int, int] | None]]
+) -> list[Failure]:
+    """One for the settings that left every probed rank as it was; `without` has each rank's fingerprint by setting.
+
+    None stands for a rank that could not run without the setting: so it has an effect. An offload has one if it moves
+    anything: Megatron may allocate for it and then find every tensor too small.
     """
-    allocations = {rank.rank: rank.allocations for rank in ranks}
-    idle = [name for name, found in without.items() if all(allocations.get(r) == n for r, n in found.items())]
+    now = {rank.rank: fingerprint(rank) for rank in ranks}
+
+    def changes(name: str, rank: int, before: tuple[int, int] | None) -> bool:
+        if before is None or rank not in now:
+            return before is None
+        return now[rank][1] > before[1] if "offload" in name else now[rank][0] != before[0]
+
+    idle = [name for name, found in without.items() if not any(changes(name, r, f) for r, f in found.items())]
     if not idle:
         return []
     where = "the measured ranks" if len(ranks) > 1 else f"rank {ranks[0].rank}"
-    message = f"{', '.join(idle)}: without it {where} allocate{'' if len(ranks) > 1 else 's'} exactly the same; "
-    return [Failure("no effect", ranks[0].rank, f"{message}the model has nothing there for it to act on")]
+    verb = "do" if len(ranks) > 1 else "does"
+    message = f"{', '.join(idle)}: without it {where} {verb} exactly the same; the model has nothing for it to act on"
+    return [Failure("no effect", ranks[0].rank, message)]

@@ -20,7 +20,7 @@ from ..growth import (
     with_microbatches,
 )
 from ..recipe import Recipe
-from ..savings import changed, settings_of
+from ..savings import changed
 from . import ranks as rank_choice
 from .launch import Launcher, check, recipe_environment
 from .ranks import Ranks
@@ -72,11 +72,9 @@ def _control(recipe: Recipe, rule: GrowthRule) -> Recipe | None:
     if rule.control is None:
         return default_control(recipe)
     source = f"{MARKER}(control=...)"
-    if isinstance(rule.control, Recipe):
-        matched(rule.control, recipe, None, source)
-        return rule.control
-    control = changed(recipe, rule.control, source)
-    matched(control, recipe, settings_of(rule.control), source)
+    given = rule.control
+    control = given if isinstance(given, Recipe) else changed(recipe, given, source)
+    matched(control, recipe, None, source, remedy="Make them equal")
     return control
 
 

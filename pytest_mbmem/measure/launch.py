@@ -112,7 +112,7 @@ class Launcher(Workers):
             next(r for r in chosen if r.coordinates["pp"] == pp) for pp in {r.coordinates["pp"]: 0 for r in chosen}
         ]
         calls += [
-            ("count_allocations", {"recipe": probe.to_dict(), "rank": r.rank, "virtual": True})
+            ("probe_rank", {"recipe": probe.to_dict(), "rank": r.rank, "virtual": True})
             for probe in probes.values()
             for r in probed
         ]

@@ -16,6 +16,7 @@ from ..megatron import lora, offload, stand_ins, te_equivalents
 from ..megatron.model import LiveModel, live_model
 from ..recipe import Recipe
 from ..virtual_gpu import routing
+from . import effects
 from .counting import counting
 from .history import PhaseRecorder, bytes_moved
 from .retention import trace_model
@@ -114,10 +115,10 @@ def trace_rank(recipe: dict[str, Any], rank: int, steps: int, virtual: bool) -> 
     return {"trace": dataclasses.asdict(trace), "failure": None, "message": ""}
 
 
-def count_allocations(recipe: dict[str, Any], rank: int, virtual: bool) -> int | None:
-    """Calls for memory up to the end of the first step of rank `rank`; None if it cannot run."""
+def probe_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> tuple[int, int] | None:
+    """What tells whether a setting has an effect on rank `rank` (see `effects.fingerprint`); None if it cannot run."""
     measured = measure_rank(recipe, rank, {}, 1, virtual)
-    return None if measured["failure"] else int(measured["rank"]["allocations"])
+    return None if measured["failure"] else effects.fingerprint(RankMeasurement.from_json(measured["rank"]))
 
 
 def count_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> dict[str, Any]:

@@ -188,6 +188,9 @@ class LayerOffload:
         self._in_backward: _Layer | None = None
         self._hooks: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
+    def __deepcopy__(self, memo: object) -> LayerOffload:
+        return self  # it hangs on the configuration, which Megatron copies for experts
+
     def _layer(self, number: int) -> _Layer | None:
         return self.offloaded[number] if 0 <= number < len(self.offloaded) else None
 

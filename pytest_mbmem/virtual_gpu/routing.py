@@ -35,6 +35,7 @@ def tokens_sent(
     copies = tokens * topk
     # a fraction, because 8192 * 1.1 / 4 in floating point may lie above the whole number it is
     first = ceil(copies * Fraction(str(overload)) / ep)
+    first = min(first, tokens * min(topk, local))  # where the largest overload, as a float, is a little too large
     ranks = [first, *_evenly(copies - first, ep - 1)]
     counts = [count for rank in ranks for count in _evenly(rank, local)]
     return counts if capacity is None else [min(count, capacity) for count in counts]
@@ -70,7 +71,7 @@ def capacity(copies: int, experts: int, factor: float) -> int:
 def assumptions(recipe: Recipe) -> tuple[str, ...]:
     """What a measurement of the recipe on a virtual GPU states; nothing for a model without experts."""
     moe = recipe.model.moe
-    if moe is None:
+    if moe is None or not any(moe.layer_pattern(recipe.model.num_layers)):
         return ()
     stated = ["routing: balanced, each expert receives the same number of tokens"]
     if moe.overload > 1:

@@ -17,7 +17,10 @@ FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute
 
 
 def rank(number: int, allocations: int) -> RankMeasurement:
-    return RankMeasurement(rank=number, coordinates={}, stands_for=1, phases=(), allocations=allocations)
+    moved = {"to host": 4}
+    return RankMeasurement(
+        rank=number, coordinates={}, stands_for=1, phases=(), allocations=allocations, moved_bytes=moved
+    )
 
 
 @pytest.mark.parametrize(
@@ -52,10 +55,25 @@ def test_each_setting_is_left_out_alone(changes: dict[str, Any], names: list[str
 
 def test_a_label_has_an_effect_if_any_rank_allocates_differently_without_it() -> None:
     ranks = [rank(0, 100), rank(4, 200)]
-    assert failures(ranks, {"a": {0: 100, 4: 199}, "b": {0: None, 4: 200}}) == []
-    (failure,) = failures(ranks, {"a": {0: 100, 4: 200}, "b": {0: 99, 4: 200}, "c": {0: 100, 4: 200}})
+    same = {0: (100, 4), 4: (200, 4)}
+    assert failures(ranks, {"a": {0: (100, 4), 4: (199, 4)}, "b": {0: None, 4: (200, 4)}}) == []
+    (failure,) = failures(ranks, {"a": same, "b": {0: (99, 4), 4: (200, 4)}, "c": same})
     assert failure.kind == "no effect"
-    assert failure.message.startswith("a, c: without it the measured ranks allocate exactly the same")
+    assert failure.message.startswith("a, c: without it the measured ranks do exactly the same")
+
+
+def test_an_offload_has_an_effect_if_it_moves_anything() -> None:
+    allocates = {"memory.offload_modules 'a'": {0: (99, 4)}}
+    assert failures([rank(0, 100)], allocates)[0].kind == "no effect"
+    assert failures([rank(0, 100)], {"memory.offload_modules 'a'": {0: (100, 3)}}) == []
+
+
+def test_an_offload_of_tensors_that_are_all_too_small_is_no_effect(launcher: Launcher, small_recipe: Recipe) -> None:
+    recipe = small_recipe.but(offload_modules=("mlp_norm",))
+    failure = launcher.measure(recipe).failure
+    assert failure is not None
+    assert (failure.kind, failure.message[:33]) == ("no effect", "memory.offload_modules 'mlp_norm'")
+    assert launcher.measure(recipe.but(min_offloaded_tensor_size=1)).failure is None
 
 
 @pytest.mark.parametrize("label", ["moe", "shared_experts"])
@@ -91,7 +109,7 @@ def test_a_rank_that_cannot_be_run_without_the_setting_is_a_failure(
     def losing_probes(calls: Any, *arguments: Any) -> list[CallResult]:
         lost = CallResult(failure="timeout", message="no result within 1 s")
         results = call_all(calls, *arguments)
-        return [lost if name.endswith("count_allocations") else r for (name, _), r in zip(calls, results, strict=True)]
+        return [lost if name.endswith("probe_rank") else r for (name, _), r in zip(calls, results, strict=True)]
 
     monkeypatch.setattr(launcher, "call_all", losing_probes)
     failure = launcher.measure(small_recipe.but(**SELECTIVE, recompute_modules=("core_attn",))).failure

@@ -64,7 +64,7 @@ def test_tokens_are_conserved_and_no_token_goes_to_an_expert_twice(
     assert max(sent) <= tokens
     ranks = [sum(sent[first : first + local]) for first in range(0, experts, local)]
     assert ranks[0] == max(ranks)
-    assert 0 <= ranks[0] - overload * tokens * topk / ep < 1 + 1e-6
+    assert -1e-6 <= ranks[0] - overload * tokens * topk / ep < 1 + 1e-6  # rounded up, but for what a float is off
     assert max(ranks[1:]) - min(ranks[1:]) <= 1
 
 
