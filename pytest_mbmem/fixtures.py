@@ -61,7 +61,7 @@ class Mbmem:
         try:
             return self._run.measure(self._item, recipe, name, ranks, may_fail)
         except UserError as error:
-            pytest.fail(str(error), pytrace=False)
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
 
     def compare(
         self,
@@ -98,7 +98,7 @@ class Mbmem:
         try:
             sweep = self._run.comparing.compare(self._item, control, candidate, settings, name, ranks, metric, phase)
         except UserError as error:
-            pytest.fail(str(error), pytrace=False)
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
         self._keep(sweep)
         comparison = sweep.rows[0].comparison
         assert comparison is not None
@@ -145,7 +145,7 @@ class Mbmem:
         try:
             sweep = self._run.comparing.sweep(self._item, recipe, settings, control, name, ranks, metric, phase)
         except UserError as error:
-            pytest.fail(str(error), pytrace=False)
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
         self._keep(sweep)
         return sweep
 
@@ -181,7 +181,7 @@ class Mbmem:
         try:
             return self._run.parity(self._item, control, candidate, precisions)
         except UserError as error:
-            pytest.fail(str(error), pytrace=False)
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
 
     def growth(
         self,
@@ -219,7 +219,7 @@ class Mbmem:
         try:
             return self._run.growth(self._item, recipe, arguments, ranks)
         except UserError as error:
-            pytest.fail(str(error), pytrace=False)
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def megatron_model(request: pytest.FixtureRequest) -> Iterator[Callable[..., Liv
                 raise UserError("megatron_model: one model at a time; call its close() before building the next")
             built.append(worker.build(run.recipe(request.node, recipe, "megatron_model"), rank))
         except (UserError, Refused) as error:
-            pytest.fail(str(error), pytrace=False)
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
         return built[-1]
 
     yield build
