@@ -40,6 +40,40 @@ _SHOWN_CHANGES = 8
 _KEYWORDS = ("limit", "metric", "phase", "tolerance", "slack")
 
 
+def marker_arguments(
+    marker: str, args: Sequence[object], kwargs: Mapping[str, object], keywords: Sequence[str], source: str
+) -> dict[str, Any]:
+    """A marker's arguments by name, without those that are None; the first keyword may be given without its name.
+
+    Raises `UserError` with `source` (the test's node id) for a name that is not among the keywords.
+    """
+    for name in kwargs:
+        if name not in keywords:
+            hint = did_you_mean(name, keywords)
+            raise UserError(f"{source}: {marker}() has no argument {name!r}; {hint}allowed: {', '.join(keywords)}")
+    if len(args) > 1 or (args and keywords[0] in kwargs):
+        raise UserError(
+            f"{source}: {marker}() takes one positional argument at most, the {keywords[0]}; "
+            f"name the others: {', '.join(keywords)}"
+        )
+    given = {keywords[0]: args[0]} if args else {}
+    return given | {name: value for name, value in kwargs.items() if value is not None}
+
+
+def figure_arguments(marker: str, given: Mapping[str, Any], source: str) -> tuple[GatedMetric, str | None]:
+    """The metric and the phase among a marker's arguments. Raises `UserError` if there is no such figure."""
+    metric, phase = given.get("metric", "allocated"), given.get("phase")
+    if metric not in GATED_METRICS:
+        allowed = ", ".join(GATED_METRICS)
+        raise UserError(f"{source}: {marker}(metric=...): {metric!r} is not one of {allowed}")
+    if phase is not None:
+        if not isinstance(phase, str):
+            problem = f"{phase!r} is not a text such as 'optimizer' or 'step-2/backward'"
+            raise UserError(f"{source}: {marker}(phase=...): {problem}")
+        check_phase(phase, f"{source}: {marker}()")
+    return metric, phase
+
+
 @dataclass(frozen=True)
 class GateDefaults:
     """Tolerance and slack (bytes) for gates that name none; None stands for the metric's own default."""
@@ -76,28 +110,8 @@ class PeakGate:
         def where(argument: str) -> str:
             return f"{source}: peak_memory({argument}=...)"
 
-        for name in kwargs:
-            if name not in _KEYWORDS:
-                hint = did_you_mean(name, _KEYWORDS)
-                raise UserError(
-                    f"{source}: peak_memory() has no argument {name!r}; {hint}allowed: {', '.join(_KEYWORDS)}"
-                )
-        if len(args) > 1 or (args and "limit" in kwargs):
-            raise UserError(
-                f"{source}: peak_memory() takes one positional argument at most, the limit; "
-                f"name the others: {', '.join(_KEYWORDS)}"
-            )
-        given = {"limit": args[0]} if args else {}
-        given.update({name: value for name, value in kwargs.items() if value is not None})
-
-        metric = given.get("metric", "allocated")
-        if metric not in GATED_METRICS:
-            raise UserError(f"{where('metric')}: {metric!r} is not one of {', '.join(GATED_METRICS)}")
-        phase = given.get("phase")
-        if phase is not None:
-            if not isinstance(phase, str):
-                raise UserError(f"{where('phase')}: {phase!r} is not a text such as 'optimizer' or 'step-2/backward'")
-            check_phase(phase, f"{source}: peak_memory()")
+        given = marker_arguments("peak_memory", args, kwargs, _KEYWORDS, source)
+        metric, phase = figure_arguments("peak_memory", given, source)
 
         limit = None
         if given.get("limit") is not None:

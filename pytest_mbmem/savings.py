@@ -14,8 +14,8 @@ from typing import Any, Literal, TypeGuard
 
 from .compare import MODELLED, Comparison, check_settings, matched
 from .errors import UserError
-from .gates import GATED_METRICS, GatedMetric
-from .measurement import Measurement, check_phase, read_plain
+from .gates import GatedMetric, figure_arguments, marker_arguments
+from .measurement import Measurement, read_plain
 from .recipe import DEPENDENTS, Recipe, setting_names
 from .units import format_bytes, format_fraction, parse_bytes, parse_fraction
 from .validation import did_you_mean, show
@@ -85,19 +85,7 @@ class SavingGate:
         def where(argument: str) -> str:
             return f"{source}: memory_saving({argument}=...)"
 
-        for name in kwargs:
-            if name not in _KEYWORDS:
-                hint = did_you_mean(name, _KEYWORDS)
-                raise UserError(
-                    f"{source}: memory_saving() has no argument {name!r}; {hint}allowed: {', '.join(_KEYWORDS)}"
-                )
-        if len(args) > 1 or (args and "control" in kwargs):
-            raise UserError(
-                f"{source}: memory_saving() takes one positional argument at most, the control; "
-                f"name the others: {', '.join(_KEYWORDS)}"
-            )
-        given = {"control": args[0]} if args else {}
-        given.update({name: value for name, value in kwargs.items() if value is not None})
+        given = marker_arguments("memory_saving", args, kwargs, _KEYWORDS, source)
         if "control" not in given:
             raise UserError(
                 f"{source}: memory_saving() needs a control: a recipe, or the settings that it has instead of the "
@@ -105,15 +93,7 @@ class SavingGate:
             )
         control, label = _control(given["control"], where("control"), folder)
         settings = check_settings(given["settings"], where("settings")) if "settings" in given else None
-
-        metric = given.get("metric", "allocated")
-        if metric not in GATED_METRICS:
-            raise UserError(f"{where('metric')}: {metric!r} is not one of {', '.join(GATED_METRICS)}")
-        phase = given.get("phase")
-        if phase is not None:
-            if not isinstance(phase, str):
-                raise UserError(f"{where('phase')}: {phase!r} is not a text such as 'optimizer' or 'step-2/backward'")
-            check_phase(phase, f"{source}: memory_saving()")
+        metric, phase = figure_arguments("memory_saving", given, source)
         at_least, fraction = _at_least(given.get("at_least"), where("at_least"))
         slowdown = given.get("max_slowdown")
         rule = SavingRule(
