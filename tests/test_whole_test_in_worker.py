@@ -362,7 +362,9 @@ def test_with_xdist_keys_and_properties_are_the_same(real_project: pytest.Pytest
         assert found == {
             "mbmem_device": "virtual-h100-80gb",
             "mbmem_peak_allocated_bytes": str(20 * 2**20),
+            "mbmem_peak_allocated_bytes_by_rank": f"0:{20 * 2**20}",
             "mbmem_peak_reserved_bytes": str(20 * 2**20),
+            "mbmem_host_peak_bytes": "0",
             "mbmem_worst_rank": "0",
             "mbmem_phase": "test",
             "mbmem_verdict": "pass",
