@@ -556,12 +556,14 @@ DEPENDENTS: Mapping[str, tuple[str, ...]] = {
 
 
 def _with_dependents(memory: Memory, changes: Mapping[str, object]) -> dict[str, object]:
-    """The changes, and the defaults of what depends on a setting that was on and is changed, where it is not given."""
+    """The changes, and the defaults of what depends on a setting that they turn off or to another word, if absent."""
     defaults = {f.name: f.default for f in dataclasses.fields(Memory)}
     left = {
         dependent: defaults[dependent]
         for name, dependents in DEPENDENTS.items()
         if name in changes and getattr(memory, name) and changes[name] != getattr(memory, name)
+        # fewer modules to offload are still some, of the same size
+        if not changes[name] or isinstance(changes[name], str)
         for dependent in dependents
     }
     return {**left, **changes}

@@ -1011,3 +1011,9 @@ def test_a_setting_that_is_switched_takes_along_what_depends_on_it() -> None:
     assert selective == plain.but(recompute_granularity="selective", recompute_modules=["mlp"])
     with pytest.raises(UserError, match="recompute_num_layers: 2 needs recompute_granularity 'full'"):
         plain.but(**full).but(recompute_granularity=None, recompute_num_layers=2)
+
+
+def test_fewer_modules_to_offload_keep_the_smallest_size_and_none_do_not() -> None:
+    recipe = RECIPE.but(offload_modules=["core_attn", "qkv_linear"], min_offloaded_tensor_size=1)
+    assert recipe.but(offload_modules=["core_attn"]).memory.min_offloaded_tensor_size == 1
+    assert recipe.but(offload_modules=[]) == RECIPE

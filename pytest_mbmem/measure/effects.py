@@ -14,25 +14,6 @@ from ..errors import UserError
 from ..measurement import Failure, RankMeasurement
 from ..recipe import Memory, Recipe
 
-_WITHOUT_RECOMPUTE: dict[str, object] = {
-    "recompute_granularity": None,
-    "recompute_modules": None,
-    "recompute_method": None,
-    "recompute_num_layers": None,
-    "distribute_saved_activations": False,
-}
-_WITHOUT_LAYER_OFFLOAD: dict[str, object] = {
-    "cpu_offloading": False,
-    "cpu_offloading_num_layers": None,
-    "cpu_offloading_activations": True,
-    "cpu_offloading_weights": False,
-}
-_WITHOUT_OPTIMIZER_OFFLOAD: dict[str, object] = {
-    "optimizer_cpu_offload": False,
-    "optimizer_offload_fraction": 1.0,
-    "overlap_cpu_optimizer_d2h_h2d": False,
-}
-
 
 def probes(recipe: Recipe) -> dict[str, Recipe]:
     """Each memory setting that should change something -> one step of the recipe without it."""
@@ -51,21 +32,21 @@ def requested(recipe: Recipe) -> list[str]:
 
 def _settings(memory: Memory) -> Iterator[tuple[str, dict[str, object]]]:
     if memory.recompute_granularity == "full":
-        yield "memory.recompute_granularity 'full'", _WITHOUT_RECOMPUTE
+        yield "memory.recompute_granularity 'full'", {"recompute_granularity": None}
     elif memory.recompute_granularity == "selective" and memory.recompute_modules is None:
-        yield "memory.recompute_granularity 'selective' (core_attn)", _WITHOUT_RECOMPUTE
+        yield "memory.recompute_granularity 'selective' (core_attn)", {"recompute_granularity": None}
     for label in memory.recompute_modules or ():
         rest = tuple(other for other in memory.recompute_modules or () if other != label)
         yield f"memory.recompute_modules {label!r}", {"recompute_modules": rest}
     if memory.distribute_saved_activations:
         yield "memory.distribute_saved_activations", {"distribute_saved_activations": False}
     if memory.cpu_offloading:
-        yield "memory.cpu_offloading", _WITHOUT_LAYER_OFFLOAD
+        yield "memory.cpu_offloading", {"cpu_offloading": False}
     for label in memory.offload_modules:
         rest = tuple(other for other in memory.offload_modules if other != label)
         yield f"memory.offload_modules {label!r}", {"offload_modules": rest}
     if memory.optimizer_cpu_offload:
-        yield "memory.optimizer_cpu_offload", _WITHOUT_OPTIMIZER_OFFLOAD
+        yield "memory.optimizer_cpu_offload", {"optimizer_cpu_offload": False}
 
 
 def fingerprint(rank: RankMeasurement) -> tuple[int, int]:
