@@ -81,6 +81,7 @@ class RankMeasurement:
         default_factory=dict
     )  # per step, by process group (see measure.counting)
     allocations: int | None = None  # calls for memory up to the end of step 1: a setting that changes nothing keeps it
+    moved_in_step_1: int | None = None  # bytes to the host, for the same comparison
     host_peak: int | None = None  # bytes of pinned host memory at their highest
     moved_bytes: Mapping[str, int] = field(default_factory=dict)  # of the last step: "to host", "to device"
     adapters: tuple[Adapter, ...] = ()

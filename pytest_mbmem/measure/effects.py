@@ -1,8 +1,8 @@
 """Memory settings that were asked for and change nothing.
 
 A setting has an effect on a rank if the rank does otherwise without it: the number of calls for memory up to the end of
-the first step, or of an offload the bytes that it moves, are compared between the recipe and the same recipe without
-that one setting. So nothing needs to be known of how Megatron applies it.
+the first step, or of an offload the bytes that it moves in that step, are compared between the recipe and the same
+recipe without that one setting. So nothing needs to be known of how Megatron applies it.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ def _settings(memory: Memory) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def fingerprint(rank: RankMeasurement) -> tuple[int, int]:
-    """Calls for memory up to the end of step 1, and bytes moved to the host in the last step."""
+    """Calls for memory up to the end of step 1, and bytes moved to the host in it."""
     assert rank.allocations is not None
-    return rank.allocations, rank.moved_bytes.get("to host", 0)
+    return rank.allocations, rank.moved_in_step_1 or 0
 
 
 def failures(

@@ -29,7 +29,7 @@ def measure_rank(
     torch.set_num_threads(1)  # kernels run on no core
     recorder = PhaseRecorder()
     failure = None
-    moved: dict[str, int] = {}
+    moved: list[dict[str, int]] = []  # in each step
     adapters: tuple[Adapter, ...] = ()
     try:
         _start_cuda(recipe)
@@ -40,14 +40,16 @@ def measure_rank(
             for _ in range(model.recipe.training.steps):
                 before = bytes_moved(virtual)
                 model.step(recorder.begin)
-                moved = {way: count - before[way] for way, count in bytes_moved(virtual).items()}
+                moved.append({way: count - before[way] for way, count in bytes_moved(virtual).items()})
     except torch.OutOfMemoryError as error:
         step, phase = recorder.current or (None, None)
         failure = Failure("out of memory", rank, str(error), step, phase)
     except Refused as error:
         return {"rank": None, "failure": dataclasses.asdict(Failure("refused", rank, str(error))), "assumptions": ()}
     recorder.end()
-    figures = {**recorder.results(), "moved_bytes": moved, "adapters": adapters}
+    figures = {**recorder.results(), "adapters": adapters}
+    if moved:
+        figures |= {"moved_bytes": moved[-1], "moved_in_step_1": moved[0].get("to host")}
     result = RankMeasurement(rank=rank, coordinates=coordinates, stands_for=stands_for, **figures)
     return {
         "rank": dataclasses.asdict(result),
