@@ -27,6 +27,25 @@ block."""
 PHASES = ("build", "forward", "backward", "grad-sync", "optimizer", "test")
 """In the order of a step. "build" belongs to step 0, "test" is the whole body of a test without a recipe."""
 
+Category = Literal[
+    "parameters",
+    "gradients",
+    "main gradients",
+    "optimizer state",
+    "buffers",
+    "activations",
+    "logits",
+    "communication buffers",
+    "workspaces",
+    "temporaries",
+    "rounding",
+    "unattributed",
+]
+CATEGORIES: tuple[Category, ...] = typing.get_args(Category)
+"""What device memory is held for (see `history.owners` for how each is told). Gradients: of parameters, as autograd makes
+them; main gradients: the buffers that they are added up in. Optimizer state includes fp32 main parameters. Buffers: what
+modules keep besides parameters. Rounding: what the allocator hands out beyond the bytes asked for."""
+
 FailureKind = Literal["out of memory", "error", "died", "timeout", "refused", "no effect", "not finite", "skipped step"]
 """Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed
 nothing. Not finite, skipped step: of a host run, whose numbers are real."""
@@ -52,6 +71,37 @@ class PhaseFigures:
     def name(self) -> str:
         """Step and phase as reports and baselines write them: "step-2/backward", "build", "test"."""
         return place(self.step, self.phase)
+
+
+@dataclass(frozen=True)
+class Owner:
+    """Who holds device memory, with each number in a module's name written as *."""
+
+    category: Category
+    module: str = ""  # "decoder.layers.*.mlp.linear_fc1"; empty where none was running
+    line: str = ""  # that allocated, as in "megatron/core/tensor_parallel/layers.py:744 (forward)"; empty: not Python
+    modules: int = 1  # that are folded into the name
+
+
+@dataclass(frozen=True)
+class Composition:
+    """What a rank's allocated bytes were made of, from the allocator's own history."""
+
+    owners: tuple[Owner, ...]
+    at_peaks: tuple[tuple[int, ...], ...]  # for each of the rank's `phases`, at its peak: bytes by owner
+    timeline: tuple[tuple[int, ...], ...] = ()  # in time: the index of a phase, and the bytes by `CATEGORIES`
+
+    def at(self, phase: int) -> dict[Owner, int]:
+        """Bytes by owner at the peak of the phase with this index, the largest first."""
+        held = {owner: size for owner, size in zip(self.owners, self.at_peaks[phase], strict=True) if size}
+        return dict(sorted(held.items(), key=lambda pair: -pair[1]))
+
+    def categories(self, phase: int) -> dict[Category, int]:
+        """Bytes by category at the peak of the phase with this index."""
+        found: dict[Category, int] = dict.fromkeys(CATEGORIES, 0)
+        for owner, size in self.at(phase).items():
+            found[owner.category] += size
+        return found
 
 
 @dataclass(frozen=True)
@@ -85,6 +135,7 @@ class RankMeasurement:
     host_peak: int | None = None  # bytes of pinned host memory at their highest
     moved_bytes: Mapping[str, int] = field(default_factory=dict)  # of the last step: "to host", "to device"
     adapters: tuple[Adapter, ...] = ()
+    composition: Composition | None = None  # None where this torch's allocator does not tell owners
 
     def peak(self, metric: Metric = "allocated", phase: str | None = None) -> int:
         """Highest bytes over all phases, or over those that `phase` selects (see `selects`)."""
