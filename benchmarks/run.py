@@ -6,6 +6,7 @@ make bench
 from __future__ import annotations
 
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -63,6 +64,44 @@ def plugin_import() -> None:
     row("importing the plugin", f"{min(times) * 1000:.0f} ms", "50 ms")
 
 
+def leave_a_million_events(file: str) -> None:
+    """In a worker: the snapshot of a run that allocates and frees at random, 20 calls deep."""
+    import torch
+
+    allocate, free = torch._C._cuda_cudaCachingAllocator_raw_alloc, torch._C._cuda_cudaCachingAllocator_raw_delete
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=2_000_000)
+    chance, live, events = random.Random(0), list[int](), 0
+
+    def deep(calls: int, size: int) -> int:
+        return allocate(size, 0) if calls == 0 else deep(calls - 1, size)
+
+    while events < 1_000_000:
+        if len(live) > 1000 or (live and chance.random() < 0.49):
+            free(live.pop(chance.randrange(len(live))))
+            events += 2
+        else:
+            live.append(deep(20, int(2 ** chance.uniform(8, 27))))
+            events += 1
+    torch.cuda.memory._dump_snapshot(file)
+
+
+def snapshots(launcher: Launcher) -> None:
+    """The commands on a million events, each in a process of its own."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(Path(folder, "snapshot.pickle"))
+        made = launcher.call("run:leave_a_million_events", {"file": file})
+        if made.failure is not None:
+            raise RuntimeError(made.message)
+        expandable = ["--alloc-conf", "expandable_segments:True"]
+        for command, aim in ((["snapshot", file], "20 s"), (["replay", file, *expandable], "60 s for each replay")):
+            program = "import sys; from pytest_mbmem.cli import main; sys.exit(main())"
+            start = time.perf_counter()
+            process = subprocess.Popen([sys.executable, "-c", program, *command], stdout=subprocess.DEVNULL)
+            _, _, usage = os.wait4(process.pid, 0)
+            taken = f"{time.perf_counter() - start:.0f} s, {usage.ru_maxrss / 2**20:.2f} GiB"
+            row(f"mbmem {command[0]} of 1,000,000 events", taken, f"{aim}, 2 GB")
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         row("building the driver, once per torch", f"{seconds(lambda: ensure_driver(Path(cache))):.1f} s", "10 s")
@@ -78,6 +117,7 @@ def main() -> None:
         row(f"one rank of a job of {recipe.world_size:,}", f"{cost:.2f} s", "flat")
     cost = seconds(lambda: launcher.measure(LLAMA_70B))
     row("Llama 3 70B, TP4 PP4 VPP5 DP2, batch 32 x 4096, distinct ranks, 3 steps", f"{cost:.1f} s", "45 s on 2 cores")
+    snapshots(launcher)
     launcher.close()
     demo = [sys.executable, str(Path(__file__).parents[1] / "examples" / "demo.py")]
     cost = seconds(lambda: subprocess.run(demo, check=True, capture_output=True))

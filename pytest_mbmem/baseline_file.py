@@ -22,6 +22,11 @@ A file looks like this:
             first: 4516590080  # 4.21 GiB   # the first peak that was recorded for this recipe
             updates: 0                      # how often the peak was changed since then
             reason: why it was changed      # optional
+            split:                          # optional: what the peak is made of, in bytes that add up to it
+              activations:                  # bytes, and how many modules the name stands for
+                "decoder.layers.*.mlp @ transformer/mlp.py (forward)": [402653184, 20]  # 384.00 MiB
+                other: 1048576  # 1.00 MiB  # too small to be named, or without a name
+              rounding: 4096  # 4.00 KiB
             environment: e1                 # an id from above, or the versions themselves
 
 Reading refuses whatever is not exactly that, with file and line. A file that was cut short is never read as a smaller
@@ -32,7 +37,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +47,7 @@ import yaml
 from .errors import UserError
 from .gates import GATED_METRICS
 from .measurement import PHASES, check_phase, step_name
+from .split import SPLIT_CATEGORIES, Part, Split, in_order, total
 from .units import format_bytes
 from .validation import show
 
@@ -61,6 +67,7 @@ class Figure:
     updates: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     reason: str | None = None
+    split: Split | None = None  # of the peak; None where it was not known, or an older version wrote it
 
 
 @dataclass(frozen=True)
@@ -155,6 +162,8 @@ def figure_lines(name: str, figure: Figure, ids: Mapping[str, Mapping[str, str]]
     ]
     if figure.reason is not None:
         lines.append(f"reason: {_flow(figure.reason)}")
+    if figure.split is not None:
+        lines += ["split:", *(f"  {line}" for line in _split_lines(figure.split))]
     # The required key at the end of a figure shows that it is complete.
     for known, environment in ids.items():
         if environment == figure.environment:
@@ -163,6 +172,30 @@ def figure_lines(name: str, figure: Figure, ids: Mapping[str, Mapping[str, str]]
     else:
         lines += _block("environment", dict(sorted(figure.environment.items())))
     return [*_key(name), *(f"  {line}" for line in lines)]
+
+
+_OTHER = "other"
+"""What remains of a category. Names of other parts have an "@", so that no module's name is taken for it."""
+
+
+def _split_lines(split: Split) -> Iterator[str]:
+    """A line for each part, under its category; a category that has no named part is one line."""
+    categories: dict[str, list[Part]] = {}
+    for part in in_order(split):
+        categories.setdefault(part.category, []).append(part)
+    for category, parts in categories.items():
+        if all(part.is_other for part in parts):
+            yield f"{_key(category)[0]} {_bytes(total(parts))}"
+            continue
+        yield from _key(category)
+        for part in sorted(parts, key=lambda part: part.is_other):
+            *before, last = _key(_OTHER if part.is_other else _part_name(part))
+            held = str(part.size) if part.is_other else f"[{part.size}, {part.modules}]"
+            yield from (f"  {line}" for line in (*before, f"{last} {held}  # {format_bytes(part.size)}"))
+
+
+def _part_name(part: Part) -> str:
+    return f"{part.module} @".removeprefix(" ") + (f" {part.place}" if part.place else "")
 
 
 def _bytes(size: int) -> str:
@@ -361,7 +394,7 @@ def _check_metric_id(name: str, value: _Value) -> None:
 
 
 def _figure(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Figure:
-    parts = value.fields(("peak", "rank", "phase", "ranks", "first", "updates", "environment"), ("reason",))
+    parts = value.fields(("peak", "rank", "phase", "ranks", "first", "updates", "environment"), ("reason", "split"))
     ranks = {}
     for name, size in parts["ranks"].mapping().items():
         if not _DECIMAL.fullmatch(name) or name.startswith("-"):
@@ -398,7 +431,31 @@ def _figure(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Fig
         updates=updates,
         environment=versions,
         reason=parts["reason"].text() if "reason" in parts else None,
+        split=_split(parts["split"], peak) if "split" in parts else None,
     )
+
+
+def _split(value: _Value, peak: int) -> Split:
+    parts = []
+    for category, held in value.mapping().items():
+        if category not in SPLIT_CATEGORIES:
+            raise held.damaged(f"{category!r} is no category; allowed: {', '.join(SPLIT_CATEGORIES)}")
+        if not held.is_mapping():
+            parts.append(Part(category, held.integer(1)))
+            continue
+        for name, value_of_part in held.mapping().items():
+            if name == _OTHER:
+                parts.append(Part(category, value_of_part.integer(1)))
+                continue
+            module, _, place = name.partition("@")
+            part = Part(category, 0, module.removesuffix(" "), place.removeprefix(" "))
+            if part.is_other or _part_name(part) != name:
+                raise value_of_part.damaged(f"{name!r} names no part; allowed: 'module @ file (function)', {_OTHER!r}")
+            size, modules = value_of_part.integers(2)
+            parts.append(replace(part, size=size, modules=modules))
+    if total(parts) != peak:
+        raise value.damaged(f"the sizes under split add up to {total(parts)}; allowed: the peak, {peak}, or no split")
+    return in_order(parts)
 
 
 @dataclass(frozen=True)
@@ -460,6 +517,12 @@ class _Value:
             if number >= lowest:
                 return number
         raise self.wrong(f"a whole number, {lowest} or more")
+
+    def integers(self, count: int) -> list[int]:
+        """A list of so many whole numbers from 1 on."""
+        if isinstance(self.node, yaml.SequenceNode) and len(self.node.value) == count:
+            return [replace(self, line=_line(part), node=part).integer(1) for part in self.node.value]
+        raise self.wrong(f"a list of {count} whole numbers, 1 or more")
 
     def text(self) -> str:
         if not isinstance(self.node, yaml.ScalarNode) or self.node.tag != _TEXT:

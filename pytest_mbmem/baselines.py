@@ -34,6 +34,7 @@ from .baseline_file import (
 from .errors import UserError
 from .gates import PeakGate, compare
 from .measurement import Measurement
+from .split import Part, compact, split_of
 from .units import format_bytes
 
 UpdateMode = Literal["new", "changed", "all"]
@@ -81,6 +82,7 @@ class Record:
             ranks=ranks,
             first=peak,
             environment={_encodable(name): _encodable(value) for name, value in measurement.environment.items()},
+            split=compact(split) if (split := split_of(worst, gate.metric, gate.phase)) is not None else None,
         )
         recipe = None if measurement.recipe is None else _plain(measurement.recipe, source)
         return cls(
@@ -99,12 +101,15 @@ class Record:
         """Plain data that `json.dumps` and xdist's `workeroutput` take."""
         figure = {**vars(self.figure), "ranks": [[rank, peak] for rank, peak in self.figure.ranks.items()]}
         figure["environment"] = dict(self.figure.environment)
+        figure["split"] = None if self.figure.split is None else [dict(vars(part)) for part in self.figure.split]
         return {**vars(self), "figure": figure}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Record:
         """Read what `to_json` wrote in a process of the same session."""
-        figure = {**data["figure"], "ranks": dict(data["figure"]["ranks"])}
+        split = data["figure"]["split"]
+        parts = None if split is None else tuple(Part(**part) for part in split)
+        figure = {**data["figure"], "ranks": dict(data["figure"]["ranks"]), "split": parts}
         return cls(**{**data, "figure": Figure(**figure)})
 
 
@@ -328,6 +333,8 @@ def _updated(
                     first=before.first,
                     updates=before.updates + (not same),
                     reason=before.reason if same else reason,
+                    # That of an equal peak stays true where this time the allocator did not tell.
+                    split=before.split if same and figure.split is None else figure.split,
                 )
                 if figure == before:
                     continue
@@ -447,10 +454,11 @@ def _user_errors(path: Path, what: str) -> Iterator[None]:
 def paste(folder: Path, records: Iterable[Record]) -> Paste:
     """Lines for figures that a baseline file lacks; `records` (at least one) are of one test and key.
 
-    The lines are complete: the environment is written out, and the next update gives it an id. Where there is no file
-    yet, or none that lines can be added to, the text is the whole file. Raises `UserError` when the file is damaged.
+    The lines are complete, but for the splits, which are long: the environment is written out, and the next update
+    gives it an id. Where there is no file yet, or none that lines can be added to, the text is the whole file. Raises
+    `UserError` when the file is damaged.
     """
-    records = list(records)
+    records = [replace(record, figure=replace(record.figure, split=None)) for record in records]
     first = records[0]
     key = first.key
     path = baseline_path(folder, first.device, first.module)

@@ -68,6 +68,33 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--html", type=Path, metavar="FILE", help="write a page to be read in a browser")
     report.set_defaults(run=_report)
 
+    snapshot = commands.add_parser("snapshot", help="show what PyTorch's memory snapshot of a run says")
+    snapshot.add_argument("file", type=Path, metavar="FILE", help="what torch.cuda.memory._dump_snapshot wrote")
+    snapshot.add_argument("--device", metavar="N", help="which GPU, where the run used several")
+    snapshot.add_argument("--top", metavar="N", default="20", help="owners to show (default: %(default)s; 0 for all)")
+    snapshot.add_argument("--json", type=Path, metavar="FILE", help="write the summary as JSON")
+    snapshot.set_defaults(run=_snapshot)
+
+    replay = commands.add_parser("replay", help="say whether the run of a memory snapshot would have fitted")
+    replay.add_argument("file", type=Path, metavar="FILE", help="what torch.cuda.memory._dump_snapshot wrote")
+    replay.add_argument("--device", metavar="N", help="which GPU, where the run used several")
+    replay.add_argument(
+        "--alloc-conf",
+        action="append",
+        metavar="SETTINGS",
+        help="settings of PyTorch's allocator, as in expandable_segments:True; give it again to compare",
+    )
+    replay.add_argument("--capacity", metavar="SIZE", help='of the whole GPU, as in "80 GiB"')
+    replay.add_argument("--virtual-gpu", metavar="NAME", help=f"GPU to replay on (default: {DEFAULT_GPU})")
+    replay.add_argument("--gpus", type=Path, metavar="FILE", help="YAML file with more virtual GPUs")
+    replay.add_argument(
+        "--timeout",
+        metavar="SECONDS",
+        default=str(DEFAULT_TIMEOUT),
+        help="time limit of one replay (default: %(default)s)",
+    )
+    replay.set_defaults(run=_replay)
+
     gpus = commands.add_parser("gpus", help="list the virtual GPUs")
     gpus.add_argument("--gpus", type=Path, metavar="FILE", help="YAML file with more virtual GPUs")
     gpus.set_defaults(run=_gpus)
@@ -86,6 +113,8 @@ def _measure(arguments: argparse.Namespace) -> int:
     launcher = Launcher(gpu, timeout=timeout)
     try:
         measurement = launcher.measure(recipe, ranks=ranks)
+        if measurement.can_be_explained:
+            measurement = launcher.explain(measurement)
     finally:
         launcher.close()
     print("\n".join(measurement_lines(measurement)))
@@ -113,13 +142,55 @@ def _gpus(arguments: argparse.Namespace) -> int:
     from .units import format_bytes
     from .virtual_gpu.gpus import load_gpus
 
-    cells = [["name", "shows as", "capacity", "context", "compute capability", "SMs"]]
+    cells = [["name", "shows as", "capacity", "context", "NCCL a group", "compute capability", "SMs"]]
     for gpu in load_gpus(arguments.gpus).values():
         capability = ".".join(map(str, gpu.compute_capability))
-        sizes = [format_bytes(gpu.capacity), format_bytes(gpu.context_bytes)]
+        sizes = map(format_bytes, (gpu.capacity, gpu.context_bytes, gpu.nccl_per_communicator))
         cells.append([gpu.key, gpu.name, *sizes, capability, str(gpu.sm_count)])
-    print("\n".join(table(cells, right={"capacity", "context", "compute capability", "SMs"})))
+    print("\n".join(table(cells, right={"capacity", "context", "NCCL a group", "compute capability", "SMs"})))
     return 0
+
+
+def _snapshot(arguments: argparse.Namespace) -> int:
+    from .history.snapshot import read_snapshot
+    from .history.summary import Summary
+    from .report.snapshots import summary_lines
+
+    _check_output(arguments.json, "--json")
+    device, top = _whole(arguments.device, "--device"), _whole(arguments.top, "--top")
+    summary = Summary.of(read_snapshot(arguments.file, device))
+    print("\n".join(summary_lines(summary, top or 0)))
+    if arguments.json is not None:
+        _write(arguments.json, json.dumps(summary.to_json(), indent=1) + "\n")
+    return 0
+
+
+def _replay(arguments: argparse.Namespace) -> int:
+    from .history.snapshot import read_snapshot
+    from .measure.launch import Launcher
+    from .measure.replay_runs import limit_of, replay_snapshot
+    from .report.snapshots import replay_lines
+
+    gpu = choose_gpu(arguments.virtual_gpu or DEFAULT_GPU, arguments.gpus, "--virtual-gpu")
+    named = arguments.virtual_gpu is not None
+    timeout = seconds(arguments.timeout, "--timeout")
+    limit = limit_of(arguments.capacity, gpu, named=named)
+    snapshot = read_snapshot(arguments.file, _whole(arguments.device, "--device"))
+    launcher = Launcher(gpu, timeout=timeout)
+    try:
+        replays = replay_snapshot(launcher, snapshot, arguments.alloc_conf, limit)
+    finally:
+        launcher.close()
+    print("\n".join(replay_lines(replays)))
+    return 0 if replays.changed[-1].result.failed is None else 1
+
+
+def _whole(text: str | None, option: str) -> int | None:
+    if text is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", text):
+        raise UserError(f"{option}: {text!r} is not a whole number of 0 or more")
+    return int(text)
 
 
 def _ranks(text: str) -> Ranks:

@@ -14,6 +14,7 @@ from .errors import MeasurementFailed, UserError
 from .gates import DEFAULT_SLACK, DEFAULT_TOLERANCE, GatedMetric, band
 from .measurement import Failure, Measurement, RankMeasurement, read_plain
 from .recipe import Recipe, setting_names
+from .split import PeakGrowth, categories_text, growth, places_text, split_of
 from .units import format_bytes, format_fraction
 from .validation import did_you_mean, show
 
@@ -28,6 +29,8 @@ another order of allocations alone moves that. Peak reserved depends on addresse
 
 MEMORY_SETTINGS = ("memory", "lora.sequence_parallel_input_regather")
 """What may differ between a control and a candidate without being named."""
+
+ALLOCATOR_SETTINGS = "memory.alloc_conf"
 
 MODELLED = "modelled, not measured"
 """Said of every slowdown on a virtual GPU: there are no times, so FLOPs stand for them."""
@@ -76,6 +79,14 @@ def matched(
             f"{source}: control and candidate differ in more than {rule}: {listed} (control -> candidate). {remedy}"
         )
     return differences
+
+
+def default_metric(differences: Mapping[str, object]) -> GatedMetric:
+    """What to compare where nobody says it: "reserved" where the allocator's settings alone differ.
+
+    They change what PyTorch reserves, and hardly what is allocated.
+    """
+    return "reserved" if set(differences) == {ALLOCATOR_SETTINGS} else "allocated"
 
 
 def _covers(name: str, key: str) -> bool:
@@ -132,6 +143,27 @@ class Costs:
             _differences(self.collective_bytes, other.collective_bytes),
             _differences(self.moved_bytes, other.moved_bytes),
             _difference(self.host_peak, other.host_peak),
+        )
+
+
+@dataclass(frozen=True)
+class AllocatorFigures:
+    """What PyTorch's caching allocator did in one job, each on the rank where it is highest."""
+
+    allocated: int  # peak bytes of the run
+    reserved: int
+    retries: int  # cudaMalloc failed and the cache was emptied
+    segments: int | None  # of cudaMalloc, at a time; expandable ones are none of these. None: not measured
+
+    @classmethod
+    def of(cls, measurement: Measurement) -> AllocatorFigures:
+        """Of a job with measured ranks."""
+        ranks = measurement.ranks
+        return cls(
+            measurement.peak("allocated"),
+            measurement.peak("reserved"),
+            max(rank.allocation_retries for rank in ranks),
+            max((rank.segments for rank in ranks if rank.segments is not None), default=None),
         )
 
 
@@ -250,6 +282,15 @@ class Comparison:
         return self.worst_after.peak_phase(self.metric, self.phase).name
 
     @property
+    def growth(self) -> PeakGrowth | None:
+        """What the candidate's peak has more and less than the control's; None where the allocator did not tell."""
+        then, now = self.worst_before, self.worst_after
+        before, after = (split_of(rank, self.metric, self.phase) for rank in (then, now))
+        if before is None or after is None:
+            return None
+        return growth(before, after, places_text((then.rank, self.phase_before), (now.rank, self.phase_after)))
+
+    @property
     def ranks(self) -> tuple[RankSaving, ...]:
         """The ranks that were measured on both sides and stand at the same place of the job."""
         self._need_figures()
@@ -276,6 +317,18 @@ class Comparison:
     def extra(self) -> Costs:
         """What the candidate costs more than the control, a step; negative where it costs less."""
         return Costs.of(self.candidate) - Costs.of(self.control)
+
+    @property
+    def allocator(self) -> tuple[AllocatorFigures, AllocatorFigures]:
+        """The control's and the candidate's."""
+        self._need_figures()
+        return AllocatorFigures.of(self.control), AllocatorFigures.of(self.candidate)
+
+    @property
+    def is_about_the_allocator(self) -> bool:
+        """Whether its settings differ, or one side had to empty its cache more often."""
+        before, after = self.allocator
+        return ALLOCATOR_SETTINGS in self.differences or before.retries != after.retries
 
     @property
     def slowdown(self) -> float | None:
@@ -334,7 +387,20 @@ class Comparison:
             word = f"saves {size}" if verdict == "saving" else f"costs {size} more"
             text = f"{word} of peak {self.metric}{where}: {places}"
         costs = self.costs_text()
-        return f"{text}, for {costs}" if costs else text
+        text = f"{text}, for {costs}" if costs else text
+        text += f". Allocator: {self.allocator_text()}" if self.is_about_the_allocator else ""
+        growth = self.growth if verdict != "no effect" else None
+        return f"{text}. By category: {categories_text(growth.categories(), signed=True)}" if growth else text
+
+    def allocator_text(self) -> str:
+        """As in "allocated 1.00 GiB -> 1.00 GiB, reserved 3.00 GiB -> 2.00 GiB, retries 0 -> 0, segments 12 -> 3"."""
+        before, after = self.allocator
+        sizes = [
+            f"{name} {format_bytes(getattr(before, name))} -> {format_bytes(getattr(after, name))}"
+            for name in ("allocated", "reserved")
+        ]
+        segments = ["not measured" if n is None else str(n) for n in (before.segments, after.segments)]
+        return ", ".join([*sizes, f"retries {before.retries} -> {after.retries}", f"segments {' -> '.join(segments)}"])
 
     def costs_text(self) -> str:
         """The extra costs, as in "+3.20% FLOPs (modelled, not measured), +1.00 GiB tp collectives"; empty if none."""
@@ -355,7 +421,8 @@ class Comparison:
     def is_identical(self) -> bool:
         """Whether no figure of any rank differs, beside the one that is compared."""
         control, candidate = (
-            [dataclasses.replace(rank, adapters=()) for rank in side.ranks]  # which say what was requested too
+            # without what was requested, and the lines that did the same work
+            [dataclasses.replace(rank, adapters=(), composition=None, largest_owner=None) for rank in side.ranks]
             for side in (self.control, self.candidate)
         )
         return control == candidate
@@ -396,6 +463,7 @@ class Comparison:
             "after": {"bytes": self.after, "rank": self.worst_after.rank, "phase": self.phase_after},
             "saving": self.saving,
             "saving_fraction": self.saving_fraction,
+            "growth": None if (growth := self.growth) is None else dataclasses.asdict(growth),
             "ranks": [{"rank": r.rank, "before": r.before, "after": r.after, "saving": r.saving} for r in self.ranks],
             "only_control": list(self.only_control),
             "only_candidate": list(self.only_candidate),
@@ -404,6 +472,7 @@ class Comparison:
             "extra_collective_bytes": dict(extra.collective_bytes),
             "extra_moved_bytes": dict(extra.moved_bytes),
             "extra_host_bytes": extra.host_peak,
+            "allocator": dict(zip(("before", "after"), map(dataclasses.asdict, self.allocator), strict=True)),
         }
 
     @classmethod

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .compare import Comparison, check_settings, matched
+from .compare import Comparison, check_settings, default_metric, matched
 from .errors import UserError
 from .gates import GATED_METRICS, GatedMetric
 from .measurement import Measurement, check_phase
@@ -47,7 +47,7 @@ class Comparing:
         settings: Sequence[str] | None,
         name: str | None,
         ranks: Ranks,
-        metric: GatedMetric,
+        metric: GatedMetric | None,
         phase: str | None,
     ) -> Sweep:
         """A sweep of one row."""
@@ -68,8 +68,9 @@ class Comparing:
         if allowed is None:  # whoever writes changes has named them
             allowed = next((settings_of(given) for given in (control, candidate) if is_changes(given)), None)
         differences = matched(first, second, allowed, source)
-        before, after = self._measurements([first, second], ranks)
-        return Sweep.of((CONTROL, before), [(name or "candidate", after, differences)], metric, phase, None)
+        before, after = self._measurements(item, [first, second], ranks)
+        row = (name or "candidate", after, differences)
+        return Sweep.of((CONTROL, before), [row], metric or default_metric(differences), phase, None)
 
     def sweep(
         self,
@@ -79,7 +80,7 @@ class Comparing:
         control: str | None,
         name: str | None,
         ranks: Ranks,
-        metric: GatedMetric,
+        metric: GatedMetric | None,
         phase: str | None,
     ) -> Sweep:
         """All settings, and the control first."""
@@ -87,8 +88,10 @@ class Comparing:
         _check(name, metric, phase, source)
         base = self._run.recipe(item, recipe, "mbmem.sweep")
         (first, control_recipe), others = recipes_of(base, named_settings(settings, source), control, source)
-        measured = self._measurements([control_recipe, *(other for other, _ in others.values())], ranks)
+        measured = self._measurements(item, [control_recipe, *(other for other, _ in others.values())], ranks)
         rows = [(n, m, diff) for (n, (_, diff)), m in zip(others.items(), measured[1:], strict=True)]
+        metrics = {default_metric(differences) for _, _, differences in rows}
+        metric = metric or (metrics.pop() if len(metrics) == 1 else "allocated")
         return Sweep.of((first, measured[0]), rows, metric, phase, name)
 
     def judge(self, item: pytest.Item, measured: Measured, gate: SavingGate) -> SavingJudgement:
@@ -97,10 +100,11 @@ class Comparing:
         if candidate.failure is not None:
             return judge_failed(gate.rule, candidate)
         control, differences = gate.control_of(Recipe.from_dict(candidate.recipe, item.nodeid), item.nodeid)
-        (before,) = self._measurements([control], measured.ranks)
-        return judge_saving(gate.rule, Comparison(before, candidate, differences, gate.rule.metric, gate.rule.phase))
+        (before,) = self._measurements(item, [control], measured.ranks)
+        rule = gate.rule_for(differences)
+        return judge_saving(rule, Comparison(before, candidate, differences, rule.metric, rule.phase))
 
-    def _measurements(self, recipes: Sequence[Recipe], ranks: Ranks) -> list[Measurement]:
+    def _measurements(self, item: pytest.Item, recipes: Sequence[Recipe], ranks: Ranks) -> list[Measurement]:
         """Each recipe's, measured now if it was not before."""
         keys = [_key(recipe, ranks) for recipe in recipes]
         missing = {key: recipe for key, recipe in zip(keys, recipes, strict=True) if key not in self._measured}
@@ -108,6 +112,7 @@ class Comparing:
         for key, measurement in found.items():
             if measurement.failure is None or measurement.failure.kind in _LASTING:
                 self._measured[key] = measurement
+            self._run.snapshots.write(f"{item.nodeid} {measurement.recipe_digest}", measurement)
         return [found[key] if key in found else self._measured[key] for key in keys]
 
 
@@ -119,7 +124,7 @@ def _key(recipe: Recipe, ranks: Ranks) -> tuple[object, ...]:
 def _check(name: object, metric: object, phase: object, source: str) -> None:
     if name is not None and (not isinstance(name, str) or not name or not name.isprintable()):
         raise UserError(f"{source}: name={show(name)} is not a text on one line")
-    if metric not in GATED_METRICS:
+    if metric is not None and metric not in GATED_METRICS:
         raise UserError(f"{source}: metric={show(metric)} is not one of {', '.join(GATED_METRICS)}")
     if phase is not None:
         if not isinstance(phase, str):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .measurement import Measurement
+
 
 class UserError(ValueError):
     """A mistake in a recipe, an option, a marker, a baseline file or the environment.
@@ -24,6 +29,8 @@ class NoEffect(MeasurementFailed):
 
 class OutOfMemory(MeasurementFailed):
     """The recipe does not fit the device: PyTorch's own `torch.OutOfMemoryError` on at least one rank."""
+
+    measurement: Measurement | None = None  # that failed
 
 
 class ParityFailed(AssertionError):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from .errors import OutOfMemory, Refused, UserError
+from .errors import MeasurementFailed, OutOfMemory, Refused, UserError
 from .session import PLAN, RECORD, RUN, Plan, TestRecord
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .measure.host import Parity, Precision
     from .measurement import Device, Measurement
     from .megatron.model import LiveModel
+    from .oom import Shortage
     from .recipe import Recipe
     from .sweep import Sweep
 
@@ -63,6 +64,24 @@ class Mbmem:
         except UserError as error:
             raise pytest.fail.Exception(str(error), pytrace=False) from None
 
+    def explain(self, failed: Measurement | MeasurementFailed) -> Shortage:
+        """Say why a recipe ran out of memory, and what would help.
+
+        The failing rank runs again on a device without limit, and its allocations are replayed through PyTorch's
+        allocator with expandable segments: that they fit then is what makes it fragmentation (`verdict`). Remedies are
+        measured in the order of NVIDIA's documents. A test that fails by `OutOfMemory` says all this by itself.
+
+        Args:
+            failed: the error that `measure` raised, or what it returned with `may_fail`.
+
+        The result's `explain()` is a text; its `diagnosis` has the evidence and the remedies with their figures.
+        """
+        __tracebackhide__ = True
+        try:
+            return self._run.explain(failed)
+        except UserError as error:
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
+
     def compare(
         self,
         control: Given,
@@ -71,7 +90,7 @@ class Mbmem:
         settings: Sequence[str] | None = None,
         name: str | None = None,
         ranks: Literal["distinct", "all"] | Sequence[int] = "distinct",
-        metric: Literal["allocated", "reserved"] = "allocated",
+        metric: Literal["allocated", "reserved"] | None = None,
         phase: str | None = None,
     ) -> Comparison:
         """Measure a control and a candidate, and say what the settings that differ save and what they cost.
@@ -89,7 +108,8 @@ class Mbmem:
                 and LoRA's input re-gather.
             name: of the candidate, in reports.
             ranks: as in `measure`, of both.
-            metric: "allocated" (live bytes) or "reserved" (what the caching allocator holds).
+            metric: "allocated" (live bytes) or "reserved" (what the caching allocator holds). None: "reserved" where
+                `alloc_conf` alone differs, which hardly changes what is allocated, else "allocated".
             phase: compare the peaks of one phase or step, as in "optimizer" or "step-2/backward". None: the whole run.
 
         A test fails at once, with the settings listed, if others differ or none does.
@@ -112,7 +132,7 @@ class Mbmem:
         control: str | None = None,
         name: str | None = None,
         ranks: Literal["distinct", "all"] | Sequence[int] = "distinct",
-        metric: Literal["allocated", "reserved"] = "allocated",
+        metric: Literal["allocated", "reserved"] | None = None,
         phase: str | None = None,
     ) -> Sweep:
         """Measure a recipe with several settings and compare each with one control.

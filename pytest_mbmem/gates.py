@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import UserError
 from .measurement import Measurement, check_phase
+from .split import PeakGrowth, growth, places_text, split_of
 from .units import format_bytes, format_fraction, parse_bytes, parse_fraction
 from .validation import did_you_mean
 
@@ -152,6 +153,7 @@ class Judgement:
     rank: int | None = None  # the worst rank, or the one that failed
     phase: str | None = None  # where that rank reached its peak, as in "step-2/backward"
     notes: tuple[str, ...] = ()  # sentences for the report, beside the verdict
+    growth: PeakGrowth | None = None  # against the baseline's peak; None where one of the two has no split
 
     @property
     def passed(self) -> bool:
@@ -259,6 +261,10 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
         return judgement("stale", notes=tuple(_stale_notes(baseline, measurement)), **found)
     if figure is None:
         return judgement("missing", notes=(f"the test's baseline has no figure {gate.metric_id!r}",), **found)
+    split = split_of(worst, gate.metric, gate.phase)
+    if split is not None and figure.split is not None:
+        places = places_text((figure.rank, figure.phase), (worst.rank, peak.name))
+        found["growth"] = growth(figure.split, split, places)
     return judgement(
         compare(measured, figure.peak, gate.tolerance, gate.slack),
         notes=tuple(_notes(gate, figure, measured, measurement)),

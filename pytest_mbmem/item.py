@@ -69,20 +69,35 @@ _ASSUMPTIONS = ("kernels do nothing: a value that one would have computed reads 
 class Worker:
     """The process that one whole test runs in."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, history: Path, snapshots_folder: Path | None = None) -> None:
         self.device = device
+        self.history = history  # the file that gets the allocator's history if memory runs out
         self.reports: list[Any] = []
         self.assumptions: tuple[str, ...] = ()
         self.notes: list[str] = []
         self.built: list[tuple[Recipe, int]] = []
         self.models: list[LiveModel] = []
         self.warnings: list[dict[str, Any]] = []
+        self.snapshot: dict[str, Any] | None = None  # of the allocator's history, when the test's body is through
+        self.snapshots_folder = snapshots_folder
         self.interruption: str | None = None
         self.errors: list[str] = []
 
-    def watch(self) -> Watch:
-        """Begin to measure."""
-        return Watch(self)
+    def watch(self, *, record: bool) -> Watch:
+        """Begin to measure; with `record`, what the peak is made of too."""
+        return Watch(self, record=record)
+
+    def leave_snapshot(self, file: Path) -> str | None:
+        """Write the snapshot of the test's run. Returns why it could not be written, or None."""
+        from .measure.snapshot_files import problem_of, write_snapshot
+
+        if self.snapshot is None:
+            return "PyTorch's allocator did not record its history (torch 2.14 and later do, without no_memory_growth)"
+        try:
+            write_snapshot(self.snapshot, file)
+        except OSError as error:
+            return problem_of(error, file)
+        return None
 
     @property
     def rank(self) -> int:
@@ -107,7 +122,7 @@ class Worker:
 
     def build(self, recipe: Recipe, rank: int) -> LiveModel:
         """The recipe's rank as a live model. Raises `UserError` or `Refused` for what cannot be built."""
-        from .measure import launch
+        from .measure import allocator, launch
         from .measure.effects import requested
         from .measure.history import cuda_is_initialized
         from .measure.ranks import chosen
@@ -128,6 +143,7 @@ class Worker:
         warnings.filterwarnings("ignore", module=r"megatron\.")
         with refusals():
             model = live_model(recipe, rank, virtual=self.device.virtual)
+        allocator.check_settings(recipe.memory.alloc_conf)
         self.models.append(model)
         self.built.append((recipe, rank))
         self.assumptions = tuple(dict.fromkeys([*self.assumptions, *assumptions(recipe, self.device.virtual)]))
@@ -169,11 +185,14 @@ class Worker:
 class Watch:
     """What the test's body allocates, from the making of this to `measurement`."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Worker, *, record: bool) -> None:
         from .measure.history import TestWatch
+        from .measure.oom_worker import Observer
 
         self._worker = worker
-        self._watch = TestWatch()
+        self._watch = TestWatch(record=record)
+        self._observer = Observer(worker.history if record else None)
+        self._observer.attach()
         self._zero_reads = self._count_zero_reads()
 
     def _count_zero_reads(self) -> int:
@@ -206,23 +225,31 @@ class Watch:
             )
         if error is not None:
             kind: FailureKind = "out of memory" if type(error).__name__ == "OutOfMemoryError" else "error"
-            fields["failure"] = Failure(kind, place["rank"], str(error) or type(error).__name__, phase="test")
+            fields["failure"] = Failure(
+                kind,
+                place["rank"],
+                str(error) or type(error).__name__,
+                phase="test",
+                shortage=self._observer.shortage if kind == "out of memory" else None,
+            )
+        results = self._watch.results()
+        worker.snapshot = self._watch.snapshot
         return Measurement(
             device=self._worker.device,
-            ranks=(RankMeasurement(stands_for=1, **place, **self._watch.results()),),
+            ranks=(RankMeasurement(stands_for=1, **place, **results),),
             environment=versions(),
             **fields,
         )
 
 
-def run(test: str, options: dict[str, Any], device: dict[str, Any]) -> dict[str, Any]:
-    """In the worker: run the test.
+def run(test: str, options: dict[str, Any], device: dict[str, Any], snapshots: str | None) -> dict[str, Any]:
+    """In the worker: run the test. `snapshots` is the folder for that of a failure.
 
     Returns {"reports": serialised reports, "interruption": what ended the session, or None,
     "errors": why the test could not be run, "warnings": what it warned of}.
     """
     global WORKER
-    WORKER = Worker(Device(**device))
+    WORKER = Worker(Device(**device), _history(options), Path(snapshots) if snapshots else None)
     config = pytest.Config.fromdictargs(options, [test])
     if "no:terminal" in options["plugins"]:
         # pytest 8.4 asks for a terminal's writer to colour what an assertion compares
@@ -268,10 +295,12 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
     config = item.config
     assert item.parent is not None
     in_module = f"{item.parent.nodeid}::{item.name}".partition("::")[2]
+    options = _inherited_options(config)
     arguments = {
         "test": f"{item.path}::{in_module}",
-        "options": _inherited_options(config),
+        "options": options,
         "device": vars(measuring.device),
+        "snapshots": str(measuring.snapshots.folder_of_failures or ""),
     }
     folder = config.invocation_params.dir
     if _wants_debugger(config):
@@ -285,6 +314,9 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
         _warn(item, **warning)
     received = value["reports"] if value is not None else []
     reports = [_received(config, item, data) for data in received]
+    for report in reports:
+        if report.failed and report.when == "call":
+            _explain(measuring, report, _history(options))
     if value is not None and value["interruption"] is not None:
         item.session.shouldstop = f"{item.nodeid}, in its worker: {value['interruption']}"
     elif not any(report.when == "teardown" for report in reports):
@@ -292,6 +324,25 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
         text = message or f"pytest could not run this test there\n{errors}"
         reports.append(_failed(item, f"{item.nodeid}, in its worker: {text}\n{output}".strip()))
     return reports
+
+
+def _explain(measuring: Run, report: Any, history: Path) -> None:
+    """Say in the report of a test that ran out of memory why it did."""
+    from .measure.oom import explained_by_history
+    from .report.oom import failure_lines
+
+    for measured in report.mbmem.get("measurements", ()):
+        measurement = Measurement.from_json(measured["measurement"], report.nodeid)
+        if measurement.failure is not None and measurement.failure.shortage is not None:
+            measurement = explained_by_history(measuring.launcher, measurement, history)
+            measured["measurement"] = measurement.to_json()
+            assert measurement.failure is not None
+            report.sections.append(("mbmem: out of memory", "\n".join(failure_lines(measurement.failure))))
+
+
+def _history(options: Mapping[str, Any]) -> Path:
+    """Where a worker with these options leaves the allocator's history if memory runs out."""
+    return Path(options["basetemp"]).with_name("out-of-memory.pickle")
 
 
 def _inherited_options(config: pytest.Config) -> dict[str, Any]:

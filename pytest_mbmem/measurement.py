@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from .errors import NotOnHost, UserError
+from .oom import Shortage
 from .validation import show
 
 Metric = Literal["allocated", "reserved", "active", "inactive_split"]
@@ -42,9 +43,9 @@ Category = Literal[
     "unattributed",
 ]
 CATEGORIES: tuple[Category, ...] = typing.get_args(Category)
-"""What device memory is held for (see `history.owners` for how each is told). Gradients: of parameters, as autograd makes
-them; main gradients: the buffers that they are added up in. Optimizer state includes fp32 main parameters. Buffers: what
-modules keep besides parameters. Rounding: what the allocator hands out beyond the bytes asked for."""
+"""What device memory is held for (see `history.owners` for how each is told). Gradients: of parameters, as autograd
+makes them; main gradients: the buffers that they are added up in. Optimizer state includes fp32 main parameters.
+Buffers: what modules keep besides parameters. Rounding: what the allocator hands out beyond the bytes asked for."""
 
 FailureKind = Literal["out of memory", "error", "died", "timeout", "refused", "no effect", "not finite", "skipped step"]
 """Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed
@@ -125,7 +126,8 @@ class RankMeasurement:
     phases: tuple[PhaseFigures, ...]
     retained_after_backward: tuple[int, ...] = ()  # allocated bytes when the last backward of each step is done
     allocation_retries: int = 0  # cudaMalloc failed and the cache was emptied
-    largest_allocation: int | None = None  # bytes of the largest single request, seen where FLOPs are counted
+    largest_allocation: int | None = None  # bytes of the largest single request; None without `composition`
+    largest_owner: Owner | None = None  # whose it is
     flops_per_step: int | None = None  # matrix-multiplication and attention FLOPs, counted in a run of their own
     collective_bytes: Mapping[str, int] = field(
         default_factory=dict
@@ -136,6 +138,8 @@ class RankMeasurement:
     moved_bytes: Mapping[str, int] = field(default_factory=dict)  # of the last step: "to host", "to device"
     adapters: tuple[Adapter, ...] = ()
     composition: Composition | None = None  # None where this torch's allocator does not tell owners
+    segments: int | None = None  # that the caching allocator held at most at a time
+    outside: Mapping[str, int] = field(default_factory=dict)  # bytes of the device beside PyTorch's (see `outside`)
 
     def peak(self, metric: Metric = "allocated", phase: str | None = None) -> int:
         """Highest bytes over all phases, or over those that `phase` selects (see `selects`)."""
@@ -186,6 +190,7 @@ class Failure:
     message: str  # complete text: PyTorch's out-of-memory message, a traceback, or what the launcher saw
     step: int | None = None
     phase: str | None = None
+    shortage: Shortage | None = None  # of "out of memory", where PyTorch's allocator had none left
 
     @property
     def name(self) -> str | None:
@@ -221,6 +226,11 @@ class Measurement:
     def peak(self, metric: Metric = "allocated", phase: str | None = None) -> int:
         """Peak bytes of the worst rank."""
         return self.worst(metric, phase).peak(metric, phase)
+
+    @property
+    def can_be_explained(self) -> bool:
+        """Whether it ran out of memory in a way that a launcher's `explain` can say more of."""
+        return self.failure is not None and self.failure.shortage is not None and self.recipe is not None
 
     @property
     def flops_per_step(self) -> int | None:

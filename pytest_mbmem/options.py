@@ -24,6 +24,7 @@ _INI_KEYS = {
     "mbmem_virtual_gpu": f"name of the virtual GPU (default: {DEFAULT_GPU})",
     "mbmem_gpus": "YAML file with more virtual GPUs, relative to the configuration file",
     "mbmem_baselines": "folder of the baselines, relative to the configuration file (default: baselines)",
+    "mbmem_snapshots": "folder for PyTorch's memory snapshots, relative to the configuration file",
     "mbmem_timeout": f"seconds that one worker may take (default: {DEFAULT_TIMEOUT:g})",
     "mbmem_tolerance": "tolerance of every baseline gate that names none, as in 1%",
     "mbmem_slack": "slack of every baseline gate that names none, as in 2 MiB",
@@ -50,6 +51,7 @@ def add(parser: pytest.Parser) -> None:
     option("--mbmem-reason", metavar="TEXT", help="why peaks rise; kept in the baseline file")
     option("--mbmem-json", metavar="FILE", help="write all measurements and verdicts as JSON")
     option("--mbmem-html", metavar="FILE", help="write a report to be read in a browser")
+    option("--mbmem-snapshots", metavar="DIR", help="write PyTorch's memory snapshot of every measured rank")
     option("--mbmem-timeout", metavar="SECONDS", help=f"time limit of one worker (default: {DEFAULT_TIMEOUT:g})")
     for name, text in _INI_KEYS.items():
         parser.addini(name, text, default=None)
@@ -66,6 +68,7 @@ class Options:
     reason: str | None
     json: Path | None
     html: Path | None
+    snapshots: Path | None  # folder; may not exist yet
     timeout: float
     host: bool  # recipes run on the CPU, and memory is neither measured nor judged
     tolerance: float | None
@@ -104,6 +107,7 @@ class Options:
             reason=reason,
             json=given.output("json"),
             html=given.output("html"),
+            snapshots=given.folder("snapshots"),
             timeout=seconds(timeout, timeout_source),
             host=host,
             tolerance=given.tolerance(),
@@ -182,6 +186,19 @@ class _Given:
             raise UserError(f"--mbmem-{name}: the folder {path.parent} does not exist")
         if not os.access(path if path.exists() else path.parent, os.W_OK):
             raise UserError(f"--mbmem-{name}: {path} cannot be written")
+        return path
+
+    def folder(self, name: str) -> Path | None:
+        """A folder to write to, which may not exist yet."""
+        path, source = self.path(name)
+        if path is None:
+            return None
+        if path.exists() and not path.is_dir():
+            raise UserError(f"{source}: {path} is not a folder")
+        if not path.parent.is_dir():
+            raise UserError(f"{source}: the folder {path.parent} does not exist")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UserError(f"{source}: {path} cannot be written")
         return path
 
     def tolerance(self) -> float | None:

@@ -14,7 +14,7 @@ import pytest
 from . import options
 from .errors import UserError
 from .fixtures import mbmem, megatron_model
-from .session import MARKER, PLAN, RUN, SAVING_MARKER, Collected, Run
+from .session import FITS_MARKER, FRAGMENTATION_MARKER, MARKER, PLAN, RUN, SAVING_MARKER, Collected, Run
 
 __all__ = ["mbmem", "megatron_model"]
 
@@ -24,9 +24,19 @@ _MARKER_HELP = (
 )
 
 _SAVING_MARKER_HELP = (
-    f'{SAVING_MARKER}(control, *, at_least=None, max_slowdown=None, metric="allocated", phase=None, settings=None): '
+    f"{SAVING_MARKER}(control, *, at_least=None, max_slowdown=None, metric=None, phase=None, settings=None): "
     'fail when peak GPU memory is not at_least ("1 GiB", "5%") below that of the control (a recipe, or the settings '
     'that it has instead), or when a step has more than max_slowdown ("7%") extra FLOPs'
+)
+
+_FITS_MARKER_HELP = (
+    f"{FITS_MARKER}(*gpus, headroom=None): fail when what the test measures does not train on a virtual GPU "
+    '("h100-80gb"; without a name: that of the session) beside memory outside PyTorch and headroom ("4 GiB")'
+)
+
+_FRAGMENTATION_MARKER_HELP = (
+    f"{FRAGMENTATION_MARKER}(limit, *, phase=None): fail when more of the peak that PyTorch reserves than a limit "
+    '("10%", "4 GiB") never holds a tensor'
 )
 
 _GROWTH_MARKER_HELP = (
@@ -42,9 +52,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker, and check all options before anything is collected."""
+    """Register the markers, and check all options before anything is collected."""
     config.addinivalue_line("markers", _MARKER_HELP)
     config.addinivalue_line("markers", _SAVING_MARKER_HELP)
+    config.addinivalue_line("markers", _FITS_MARKER_HELP)
+    config.addinivalue_line("markers", _FRAGMENTATION_MARKER_HELP)
     config.addinivalue_line("markers", _GROWTH_MARKER_HELP)
     item = sys.modules.get("pytest_mbmem.item")  # loaded wherever a whole test runs in a worker
     worker = item.WORKER if item is not None else None

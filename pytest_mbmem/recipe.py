@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
+from .alloc_conf import parse as parse_alloc_conf
 from .errors import UserError
 from .validation import Allowed, BadKey, Part, alternatives, check_multiple, did_you_mean, hints_of, show
 
@@ -455,7 +456,8 @@ class Memory(Part):
     _prefix: ClassVar[str] = "memory."
 
     alloc_conf: str = ""
-    """Text of PYTORCH_CUDA_ALLOC_CONF, as in "expandable_segments:True"; PyTorch itself judges names and values."""
+    """Text of PYTORCH_CUDA_ALLOC_CONF, as in "expandable_segments:True". PyTorch itself judges names and ranges, and a
+    setting that its allocator then does not have makes the measurement fail ("refused")."""
     recompute_granularity: Literal["selective", "full"] | None = None
     recompute_modules: tuple[str, ...] | None = None
     """With "selective": labels of the installed Megatron Core, which refuses others. An empty list is a control that
@@ -483,11 +485,11 @@ class Memory(Part):
         super().__post_init__()
         self._check_recompute()
         self._check_offload()
-        pair = r" *\w+ *: *(\[[^][]*\]|[^][,: ]+) *"  # a value may be a list: roundup_power2_divisions:[256:1,>:4]
-        if self.alloc_conf and not re.fullmatch(f"{pair}(,{pair})*", self.alloc_conf):
-            problem = f"{self.alloc_conf!r} is not made of key:value pairs separated by commas"
-            raise BadKey("memory.alloc_conf", problem)
-        if re.search(r"\bbackend *: *(?!native\b)[^\s,]", self.alloc_conf):
+        try:
+            settings = parse_alloc_conf(self.alloc_conf, "memory.alloc_conf")
+        except UserError as error:
+            raise BadKey("memory.alloc_conf", str(error).removeprefix("memory.alloc_conf: ")) from None
+        if settings.get("backend", "native") != "native":
             problem = (
                 f"{self.alloc_conf!r}: only the backend 'native' can be measured; PyTorch fixes it when it is loaded"
             )

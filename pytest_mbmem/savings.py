@@ -12,7 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
-from .compare import MODELLED, Comparison, check_settings, matched
+from .compare import MODELLED, Comparison, check_settings, default_metric, matched
 from .errors import UserError
 from .gates import GatedMetric, figure_arguments, marker_arguments
 from .measurement import Measurement, read_plain
@@ -72,6 +72,7 @@ class SavingGate:
     rule: SavingRule
     control: Recipe | Mapping[str, object]
     settings: tuple[str, ...] | None = None  # what may differ; None: memory settings, or those of `control`
+    metric_is_given: bool = True
 
     @classmethod
     def from_marker(cls, args: Sequence[object], kwargs: Mapping[str, object], source: str, folder: Path) -> SavingGate:
@@ -104,7 +105,13 @@ class SavingGate:
             at_least_fraction=fraction,
             max_slowdown=None if slowdown is None else parse_fraction(slowdown, where("max_slowdown")),
         )
-        return cls(rule, control, settings)
+        return cls(rule, control, settings, "metric" in given)
+
+    def rule_for(self, differences: Mapping[str, object]) -> SavingRule:
+        """The rule, about the metric that these differences can change if the marker names none."""
+        if self.metric_is_given:
+            return self.rule
+        return dataclasses.replace(self.rule, metric=default_metric(differences))
 
     def control_of(self, candidate: Recipe, source: str) -> tuple[Recipe, dict[str, tuple[Any, Any]]]:
         """The control of a measured recipe, and the settings in which they differ.

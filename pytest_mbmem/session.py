@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .baseline_file import Entry
     from .baselines import Baselines, Record
     from .comparing import Comparing, Given
+    from .fits import FitGate
+    from .fragmentation import FragmentationRule
     from .gates import Judgement, PeakGate
     from .growth import Growth, GrowthRule, GrowthSummary
     from .item import Watch, Worker
@@ -30,16 +32,21 @@ if TYPE_CHECKING:
     from .measure.launch import Launcher
     from .measure.retention import Body
     from .measurement import Device, Failure, Measurement
+    from .oom import Shortage
     from .options import Options
     from .recipe import Recipe
     from .report.reporter import Reporter
     from .report.results import Measured
     from .savings import SavingGate
+    from .snapshots import Snapshots
     from .sweep import Sweep
+    from .virtual_gpu.gpus import Gpu
 
 MARKER = "peak_memory"
 SAVING_MARKER = "memory_saving"
-MARKERS = (MARKER, SAVING_MARKER, "no_memory_growth")
+FITS_MARKER = "fits"
+FRAGMENTATION_MARKER = "fragmentation"
+MARKERS = (MARKER, SAVING_MARKER, FITS_MARKER, FRAGMENTATION_MARKER, "no_memory_growth")
 
 
 @dataclass
@@ -48,9 +55,22 @@ class Plan:
 
     gates: tuple[PeakGate, ...] = ()
     savings: tuple[SavingGate, ...] = ()
+    fits: tuple[FitGate, ...] = ()
+    fragmentations: tuple[FragmentationRule, ...] = ()
     growth: GrowthRule | None = None
     in_worker: bool = False  # the whole test runs in a worker
     mistake: str | None = None
+
+    @property
+    def peaks(self) -> dict[str, bool]:
+        """Whether each marker that judges peaks is there."""
+        judged = (self.gates, self.fits, self.fragmentations)
+        return dict(zip((MARKER, FITS_MARKER, FRAGMENTATION_MARKER), map(bool, judged), strict=True))
+
+    @property
+    def measures(self) -> list[str]:
+        """The markers that need something measured."""
+        return [name for name, there in {**self.peaks, SAVING_MARKER: bool(self.savings)}.items() if there]
 
 
 @dataclass
@@ -153,6 +173,13 @@ class Run:
 
         return Comparing(self)
 
+    @cached_property
+    def snapshots(self) -> Snapshots:
+        """The files of this session."""
+        from .snapshots import Snapshots
+
+        return Snapshots(self)
+
     def register_hooks(self) -> None:
         """Have the hooks of `MeasuringTests` called from now on."""
         if not self._hooks_registered:
@@ -208,11 +235,14 @@ class Run:
                     f"{item.nodeid}: the {SAVING_MARKER} marker compares recipes that the test measures; name mbmem "
                     "among its arguments and call mbmem.measure(recipe)"
                 )
+            plan.fits = self._fits(item, in_worker=plan.in_worker)
+            plan.fragmentations = self._fragmentations(item)
             plan.growth = self._growth_rule(item, in_worker=plan.in_worker)
-            if plan.in_worker and plan.growth is not None and plan.gates:
+            judging = next((name for name, there in plan.peaks.items() if there), None)
+            if plan.in_worker and plan.growth is not None and judging is not None:
                 raise UserError(
                     f"{item.nodeid}: no_memory_growth runs the whole test without garbage collection, which changes "
-                    f"the peak that {MARKER} judges; give each marker a test of its own"
+                    f"the peak that {judging} judges; give each marker a test of its own"
                 )
             if mbmem and model:
                 raise UserError(
@@ -247,6 +277,40 @@ class Run:
                 gates.append(gate)
         return tuple(gates)
 
+    @cached_property
+    def gpus(self) -> Mapping[str, Gpu]:
+        """All that are known to this session, by name."""
+        from .virtual_gpu.gpus import load_gpus
+
+        return load_gpus(self.options.gpus_file)
+
+    def _fits(self, item: pytest.Item, in_worker: bool) -> tuple[FitGate, ...]:
+        """Of all markers; the closest one decides where several name the same GPU."""
+        gates: dict[str, FitGate] = {}
+        for marker in item.iter_markers(FITS_MARKER):
+            from .fits import FitGate
+
+            gpu = self.options.gpu
+            for gate in FitGate.from_marker(marker.args, marker.kwargs, self.gpus, gpu, item.nodeid):
+                if in_worker and gate.gpu != gpu:
+                    raise UserError(
+                        f"{item.nodeid}: fits({gate.gpu.key!r}): a test that runs whole in a worker is judged on the "
+                        f"GPU of this session, {gpu.key}; leave the name out, or give the recipe to mbmem.measure()"
+                    )
+                gates.setdefault(gate.gpu.key, gate)
+        return tuple(gates.values())
+
+    def _fragmentations(self, item: pytest.Item) -> tuple[FragmentationRule, ...]:
+        """Of all markers; the closest one decides where several are about the same phase."""
+        rules: dict[str, FragmentationRule] = {}
+        for marker in item.iter_markers(FRAGMENTATION_MARKER):
+            from .fragmentation import FragmentationRule
+
+            capacity = self.options.gpu.capacity
+            rule = FragmentationRule.from_marker(marker.args, marker.kwargs, capacity, item.nodeid)
+            rules.setdefault(rule.metric_id, rule)
+        return tuple(rules.values())
+
     def _growth_rule(self, item: pytest.Item, in_worker: bool) -> GrowthRule | None:
         """Of the closest marker."""
         marker = item.get_closest_marker("no_memory_growth")
@@ -278,10 +342,56 @@ class Run:
         launcher = self.host_launcher if self.options.host else self.launcher
         measurement = launcher.measure(self.recipe(item, recipe, "mbmem.measure"), ranks=ranks)
         self.keep(item, key, name, measurement, ranks)
+        self.write_snapshots(item)
         failure = measurement.failure
-        if failure is not None and not may_fail:
-            raise _raised(failure, self.device)
+        if failure is not None and not may_fail and not self._is_about_other_gpus(item, failure):
+            error = _raised(failure, self.device)
+            if isinstance(error, OutOfMemory):
+                error.measurement = measurement
+            raise error
         return measurement
+
+    def _is_about_other_gpus(self, item: pytest.Item, failure: Failure) -> bool:
+        """Whether this session's GPU being too small is no matter: the test's fits markers name others alone."""
+        plan = item.stash.get(PLAN, None)
+        if self.options.host or plan is None or not plan.fits or failure.kind != "out of memory":
+            return False
+        return all(gate.gpu != self.options.gpu for gate in plan.fits)
+
+    def explain(self, failed: Measurement | BaseException) -> Shortage:
+        """Why a recipe ran out of memory, for a test that asks. Raises `UserError` for anything that did not."""
+        from .measurement import Measurement
+
+        measurement = failed.measurement if isinstance(failed, OutOfMemory) else failed
+        if not isinstance(measurement, Measurement):
+            raise UserError(
+                f"mbmem.explain({failed!r}): allowed are a measurement and the OutOfMemory that mbmem.measure raises"
+            )
+        explained = self.launcher.explain(measurement).failure
+        assert explained is not None
+        assert explained.shortage is not None
+        return explained.shortage
+
+    def _explained(self, measurement: Measurement) -> Measurement:
+        """What failed a test with the reason, where it can be found out."""
+        if self.worker is not None or not measurement.can_be_explained:
+            return measurement
+        return self.launcher.explain(measurement)
+
+    def explain_error(self, item: pytest.Item, error: OutOfMemory) -> bool:
+        """Put why memory ran out into an error that fails its test. Returns whether there was something to say."""
+        from .report.oom import failure_lines
+
+        before = error.measurement
+        if before is None or not before.can_be_explained:
+            return False
+        measurement = self._explained(before)
+        for measured in item.stash[RECORD].measured:
+            if measured.measurement is before:
+                measured.measurement = measurement
+        assert measurement.failure is not None
+        error.args = ("\n".join([*failure_lines(measurement.failure), "", str(error)]),)
+        return True
 
     def parity(
         self,
@@ -315,6 +425,13 @@ class Run:
 
         measured = Measured(key, name, measurement, ranks=ranks)
         item.stash.setdefault(RECORD, TestRecord()).measured.append(measured)
+
+    def write_snapshots(self, item: pytest.Item) -> None:
+        """Of what the test measured last, if they are asked for."""
+        from .snapshots import measurement_name
+
+        measured = item.stash[RECORD].measured
+        self.snapshots.write(measurement_name(item, measured, measured[-1]), measured[-1].measurement)
 
     def _new_key(self, item: pytest.Item, name: str | None) -> str:
         from .baselines import clean_nodeid
@@ -361,8 +478,11 @@ class Run:
 
     # Judging ----------------------------------------------------------------------------------------------------------
 
-    def judge(self, item: pytest.Item, plan: Plan) -> list[str]:
-        """Judge all the test measured by all its gates. Returns a text for each verdict that must fail the test."""
+    def judge(self, item: pytest.Item, plan: Plan, *, explain: bool = True) -> list[str]:
+        """Judge all the test measured by all its gates. Returns a text for each verdict that must fail the test.
+
+        With `explain`, what ran out of memory is repeated to find out why.
+        """
         from .baselines import clean_nodeid
         from .gates import judge
         from .report.results import Judged
@@ -372,7 +492,7 @@ class Run:
         if plan.gates and not record.measured:
             return [f"nothing was measured: {item.nodeid} has the {MARKER} marker, but never called mbmem.measure()"]
         if self.options.host:  # memory is not judged, but a test with a gate is about a run that works
-            gated = plan.gates or plan.savings or plan.growth is not None
+            gated = plan.measures or plan.growth is not None
             failures = [m.measurement.failure for m in record.measured if gated]
             return [str(_raised(failure, self.device)) for failure in failures if failure is not None]
         module = clean_nodeid(item.nodeid)[0]
@@ -389,6 +509,8 @@ class Run:
                 judged = Judged(judgement, accepted)
                 measured.judged.append(judged)
                 if not judged.passed:
+                    if explain:
+                        measured.measurement = self._explained(measured.measurement)
                     to_paste = self._to_paste(new) if judgement.verdict == "missing" else None
                     texts.append(failure_text(item.nodeid, measured, judgement, to_paste))
         return texts
@@ -416,7 +538,40 @@ class Run:
                     continue
                 one.savings.append(saving)
                 if not saving.passed:
+                    one.measurement = self._explained(one.measurement)
                     texts.append(saving_failure_text(one, saving))
+        return texts
+
+    def judge_fits(self, item: pytest.Item, plan: Plan) -> list[str]:
+        """Judge all the test measured by its fits and fragmentation markers, as `judge` does by its gates."""
+        rules = [name for name in (FITS_MARKER, FRAGMENTATION_MARKER) if plan.peaks[name]]
+        if not rules:
+            return []
+        from . import fits, fragmentation
+        from .report.fits import fit_failure_text, fragmentation_failure_text
+
+        measured = item.stash.setdefault(RECORD, TestRecord()).measured
+        if not measured:
+            if plan.gates or plan.savings:  # which say the same
+                return []
+            return [f"nothing was measured: {item.nodeid} has the {rules[0]} marker, but never called mbmem.measure()"]
+        if self.options.host:
+            return []
+        texts = []
+        for one in measured:
+            for gate in plan.fits:
+                if one.measurement.recipe is None or self.worker is not None:
+                    fit = fits.judge_own(gate, one.measurement)
+                else:
+                    fit = fits.judge_recipe(gate, one.measurement, one.ranks, self.launcher)
+                one.fits.append(fit)
+                if not fit.passed:
+                    texts.append(fit_failure_text(one, fit))
+            for rule in plan.fragmentations:
+                found = fragmentation.judge(rule, one.measurement)
+                one.fragmentations.append(found)
+                if not found.passed:
+                    texts.append(fragmentation_failure_text(one, found))
         return texts
 
     def judge_growth(self, item: pytest.Item, plan: Plan, body: Body | None) -> list[str]:
@@ -428,7 +583,7 @@ class Run:
             fixtures = getattr(item, "funcargs", {})
             growths = self.worker.grown(body, fixtures, plan.growth)
         elif not record.measured:
-            if plan.gates or plan.savings:  # which say the same
+            if plan.measures:  # which say the same
                 return []
             return [
                 f"nothing was measured: {item.nodeid} has the no_memory_growth marker, but never called mbmem.measure()"
@@ -561,7 +716,8 @@ class MeasuringTests:
         plan = item.stash.get(PLAN, None)
         if plan is None:
             return (yield)
-        watch = self.run.worker.watch() if self.run.worker is not None else None
+        # Growth has a recording of its own, and the allocator has one history.
+        watch = self.run.worker.watch(record=plan.growth is None) if self.run.worker is not None else None
         body = self.run.worker.watch_growth() if self.run.worker is not None and plan.growth is not None else None
         try:
             result = yield
@@ -578,6 +734,7 @@ class MeasuringTests:
         try:
             texts += self._judge(item, plan, watch)
             texts += self.run.judge_savings(item, plan)
+            texts += self.run.judge_fits(item, plan)
             texts += self.run.judge_growth(item, plan, body)
         except UserError as error:
             texts.append(str(error))
@@ -596,7 +753,8 @@ class MeasuringTests:
             from .baselines import clean_nodeid
 
             self.run.keep(item, clean_nodeid(item.nodeid)[1], None, watch.measurement(error))
-        return self.run.judge(item, plan)
+            self.run.write_snapshots(item)
+        return self.run.judge(item, plan, explain=error is None)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
@@ -614,6 +772,15 @@ class MeasuringTests:
             names = {name for name, _ in mine}
             item.user_properties[:] = [p for p in item.user_properties if p[0] not in names] + mine
         report = yield
+        if report.failed and call.excinfo is not None and isinstance(call.excinfo.value, OutOfMemory):
+            with contextlib.suppress(UserError):
+                if self.run.explain_error(item, call.excinfo.value):
+                    report.longrepr = item.repr_failure(call.excinfo)
+        if report.failed and call.when == "call" and call.excinfo is not None:
+            said = self.run.snapshots.of_failure(item, record.measured, call.excinfo.value)
+            add_section = getattr(report.longrepr, "addsection", None)
+            if said and add_section is not None:
+                add_section("memory snapshot", said)
         # an attribute of ours, which pytest's serialisation carries along
         report.mbmem = record.to_json() if call.when == "call" else {}  # type: ignore[attr-defined]
         return report

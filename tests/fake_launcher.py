@@ -6,6 +6,8 @@ named after a failure fails. So a test chooses the verdict without a device.
 Each label of recompute_modules takes 16 MiB off rank 0 and adds 5% of the FLOPs, "nothing" changes no figure, "bad"
 adds 8 MiB, and "last" takes 8 MiB off rank 1 alone. Each label of offload_modules takes 8 MiB off rank 0, which move to
 the host and back. Every recipe that is measured is a line of the file that FAKE_LOG names.
+
+PyTorch reserves twice the peak if it can, and runs out of memory on a GPU that has less than 1.5 times the peak for it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class FakeLauncher:
     def measure_many(self, recipes: Sequence[Recipe], *, ranks: Any = "distinct") -> list[Measurement]:
         return [self.measure(recipe, ranks=ranks) for recipe in recipes]
 
-    def measure(self, recipe: Recipe, *, ranks: Any = "distinct", count_flops: bool = True) -> Measurement:
+    def measure(
+        self, recipe: Recipe, *, ranks: Any = "distinct", count_flops: bool = True, check_effects: bool = True
+    ) -> Measurement:
         if "FAKE_LOG" in os.environ:
             with Path(os.environ["FAKE_LOG"]).open("a") as log:
                 log.write(f"{recipe.digest} {ranks}\n")
@@ -54,16 +58,24 @@ class FakeLauncher:
         moved = {"to host": 8 * MIB, "to device": 8 * MIB} if offload else {}
         costs: dict[str, Any] = {
             "flops_per_step": 1000 + 50 * len([label for label in recompute if label != "nothing"]),
+            "collective_bytes": {"tp": MIB},
             "moved_bytes": {way: size * len(offload) for way, size in moved.items()},
             "host_peak": 8 * MIB * len(offload),
         }
+        if not count_flops:
+            costs |= {"flops_per_step": None, "collective_bytes": {}}
         failure = None
         if recipe.name in FAILURES:
             kind, message = FAILURES[recipe.name]
             failure = Failure(kind, 1, message, 1, "forward")
+        elif peak * 3 // 2 > self.gpu.usable:
+            failure = Failure("out of memory", 0, "CUDA out of memory. Tried to allocate 1.00 GiB.", 2, "backward")
         return Measurement(
             device=self.device,
-            ranks=(_rank(0, peak - saved, costs), _rank(1, peak // 2 - 8 * MIB * ("last" in recompute), costs)),
+            ranks=(
+                _rank(0, peak - saved, self.gpu.usable, costs),
+                _rank(1, peak // 2 - 8 * MIB * ("last" in recompute), self.gpu.usable, costs),
+            ),
             recipe=recipe.to_dict(),
             recipe_digest=recipe.digest,
             world_size=2,
@@ -71,12 +83,17 @@ class FakeLauncher:
             failure=failure,
         )
 
+    def on(self, gpu: Any) -> FakeLauncher:
+        return FakeLauncher(gpu, timeout=self.timeout)
+
     def close(self) -> None:
         pass
 
 
-def _rank(number: int, peak: int, costs: dict[str, Any]) -> RankMeasurement:
-    figures: dict[Any, int] = {"allocated": peak, "reserved": 2 * peak, "active": peak, "inactive_split": 0}
+def _rank(number: int, peak: int, usable: int, costs: dict[str, Any]) -> RankMeasurement:
+    reserved = min(2 * peak, usable)
+    costs = {**costs, "allocation_retries": int(reserved < 2 * peak)}
+    figures: dict[Any, int] = {"allocated": peak, "reserved": reserved, "active": peak, "inactive_split": 0}
     phases = (PhaseFigures(0, "build", figures, figures), PhaseFigures(2, "backward", figures, figures))
     place = {"tp": 0, "pp": number}
     return RankMeasurement(rank=number, coordinates=place, stands_for=1, phases=phases[number:], **costs)

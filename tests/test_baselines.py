@@ -35,7 +35,15 @@ from pytest_mbmem.baselines import (
 )
 from pytest_mbmem.errors import UserError
 from pytest_mbmem.gates import PeakGate, judge
-from pytest_mbmem.measurement import Device, Failure, Measurement, PhaseFigures, RankMeasurement
+from pytest_mbmem.measurement import (
+    Composition,
+    Device,
+    Failure,
+    Measurement,
+    Owner,
+    PhaseFigures,
+    RankMeasurement,
+)
 
 H100 = Device("virtual-h100-80gb", "NVIDIA H100 80GB HBM3", 80 * 2**30, virtual=True)
 MODULE = "tests/test_x.py"
@@ -191,6 +199,13 @@ tests:
           0: 5  # 5 B
         first: 4  # 4 B
         updates: 2
+        split:
+          parameters:
+            "embedding @": [1, 1]  # 1 B
+          activations:
+            "layers.*.mlp @ layers.py (forward)": [2, 20]  # 2 B
+            other: 1  # 1 B
+          rounding: 1  # 1 B
         environment: e1
 """
 LINES = TEXT.splitlines()
@@ -378,6 +393,17 @@ EDITS: list[tuple[str, str, int, str]] = [
     ("  test_plain:", "---\n  test_plain:", 40, "not YAML"),
     ("  test_plain:", "  true:", 40, "a key is 'true'; allowed: a text, in quotes"),
     ("    torch: 2.14.1", "    <<: {torch: a}", 6, "a key is '<<'; allowed: a text, in quotes"),
+    ("rounding: 1", "rounding: 2", 51, "the sizes under split add up to 6; allowed: the peak, 5, or no split"),
+    ("rounding: 1", "rounding: 0", 57, "rounding is '0'; allowed: a whole number, 1 or more"),
+    ("rounding: 1", "rounding: [1]", 57, "rounding is a list; allowed: a whole number, 1 or more"),
+    ("rounding: 1", "roundings: 1", 57, "'roundings' is no category; allowed: parameters, gradients, main"),
+    ("rounding: 1", "activations: 1", 57, "split: 'activations' is there twice"),
+    ("other: 1", "others: 1", 56, "'others' names no part; allowed: 'module @ file (function)', 'other'"),
+    ("other: 1", "other: -1", 56, "other is '-1'; allowed: a whole number, 1 or more"),
+    ("embedding @", "embedding@", 53, "'embedding@' names no part; allowed: 'module @ file (function)', 'other'"),
+    ("[2, 20]", "[2, 0]", 55, "is '0'; allowed: a whole number, 1 or more"),
+    ("[2, 20]", "[2]", 55, "is a list; allowed: a list of 2 whole numbers, 1 or more"),
+    ("[2, 20]", "2", 55, "is '2'; allowed: a list of 2 whole numbers, 1 or more"),
     ("precision: bf16", "precision: &a bf16\n        x: *a", 15, "an alias ('*name') stands for this value"),
     ("precision: bf16", "precision: &a [*a]", 15, "an alias ('*name') stands for this value"),
     ("precision: bf16", "precision: " + "[" * 30 + "]" * 30, 15, "more than 20 levels"),
@@ -759,6 +785,70 @@ def test_a_newer_environment_alone_is_no_update_of_the_peak(started: Path) -> No
     (change,) = apply_updates(started, [record(BASE, "test_equal", environment={"torch": "3"})], "all")
     figure = stored(started)["test_equal"].figures["allocated"]
     assert (change.kind, figure.updates, figure.environment) == ("refreshed", 0, {"torch": "3"})
+
+
+# What the peak is made of ---------------------------------------------------------------------------------------------
+
+
+def split_run(*sizes: int, line: str = "layers.py:7 (forward)", told: bool = True, **rest: Any) -> Record:
+    """Of one rank whose peak is held by as many modules as there are sizes, of which the allocator told or not."""
+    run = measured(sum(sizes), **rest)
+    owners = tuple(Owner("activations", f"mlp{'x' * n}", line) for n in range(len(sizes)))
+    rank = replace(run.ranks[0], composition=Composition(owners, (sizes,)) if told else None)
+    return Record.of(MODULE, KEY, ALLOCATED, replace(run, ranks=(rank,)))
+
+
+def stored_split(folder: Path) -> list[tuple[str, int]] | None:
+    split = stored(folder)[KEY].figures["allocated"].split
+    return None if split is None else [(part.module, part.size) for part in split]
+
+
+def test_a_figure_keeps_what_its_peak_is_made_of_and_so_does_its_way_between_processes(folder: Path) -> None:
+    sent = split_run(600, 398, 2)
+    assert Record.from_json(json.loads(json.dumps(sent.to_json()))) == sent
+    apply_updates(folder, [sent], "new")
+    assert stored(folder)[KEY].figures["allocated"] == sent.figure
+    assert stored_split(folder) == [("", 2), ("mlp", 600), ("mlpx", 398)]
+
+
+def test_a_split_is_written_with_its_figure_and_never_alone_by_new_and_changed(folder: Path) -> None:
+    apply_updates(folder, [split_run(600, 400)], "new")
+    before = snapshot(folder)
+    for mode in ("new", "changed"):
+        assert apply_updates(folder, [split_run(500, 500)], mode, "why") == []
+    assert snapshot(folder) == before
+    (change,) = apply_updates(folder, [split_run(900, 500)], "changed", "why")
+    assert (change.kind, stored_split(folder)) == ("regression", [("mlp", 900), ("mlpx", 500)])
+
+
+def test_all_adds_a_split_to_a_figure_that_lacks_one_and_the_peak_counts_as_unchanged(folder: Path) -> None:
+    apply_updates(folder, [split_run(1000, told=False)], "new")
+    assert stored_split(folder) is None
+    assert apply_updates(folder, [split_run(600, 400)], "changed", "why") == []
+    (change,) = apply_updates(folder, [split_run(600, 400)], "all")
+    assert (change.kind, change.old, change.new) == ("refreshed", 1000, 1000)
+    assert stored_split(folder) == [("mlp", 600), ("mlpx", 400)]
+    assert stored(folder)[KEY].figures["allocated"].updates == 0
+    assert apply_updates(folder, [split_run(600, 400)], "all") == []
+
+
+def test_a_split_goes_with_its_peak_but_stays_while_nothing_tells_a_newer_one(folder: Path) -> None:
+    apply_updates(folder, [split_run(600, 400)], "new")
+    assert apply_updates(folder, [split_run(1000, told=False)], "all") == []
+    apply_updates(folder, [split_run(990, told=False)], "all")
+    assert stored_split(folder) is None
+
+
+def test_another_line_of_the_same_code_is_no_change(folder: Path) -> None:
+    apply_updates(folder, [split_run(600, 400)], "new")
+    assert apply_updates(folder, [split_run(600, 400, line="layers.py:99 (forward)")], "all") == []
+
+
+def test_lines_to_paste_have_no_split(folder: Path) -> None:
+    pasted = paste(folder, [split_run(600, 400)])
+    assert "split" not in pasted.text
+    put(pasted)
+    assert stored_split(folder) is None
 
 
 # Several runs of one test ---------------------------------------------------------------------------------------------

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from made_snapshots import small, write
 
 from pytest_mbmem.cli import main
+from pytest_mbmem.measure import launch
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.measurement import Device, Measurement, PhaseFigures, RankMeasurement
 from pytest_mbmem.recipe import Recipe
@@ -58,7 +61,9 @@ def test_measure_fails_for_a_recipe_that_does_not_fit(tmp_path: Path, small_reci
     path.write_text(large.to_yaml(), encoding="utf-8")
     ended = run("measure", path, "--virtual-gpu", "l4-24gb")
     assert (ended.returncode, ended.stderr) == (1, "")
-    assert "FAILED: out of memory on rank 0 in build\n  CUDA out of memory. Tried to allocate" in ended.stdout
+    assert "FAILED: out of memory on rank 0 in build\n  asked for " in ended.stdout
+    assert "\ncapacity: expandable segments do not make it fit: " in ended.stdout
+    assert "\n  CUDA out of memory. Tried to allocate" in ended.stdout
 
 
 def test_report_prints_the_table_and_writes_the_page(
@@ -100,6 +105,17 @@ def test_gpus_lists_those_of_a_file_too(tmp_path: Path, capsys: pytest.CaptureFi
         (["report", "{recipe}"], "cannot be read as JSON"),
         (["report", "none.json"], "none.json: cannot be read"),
         (["gpus", "--gpus", "none.yaml"], "none.yaml: cannot be read"),
+        (["snapshot", "none.pickle"], "none.pickle: is not there"),
+        (["snapshot", "{recipe}"], "is no pickle, so no snapshot of PyTorch's"),
+        (["snapshot", "{recipe}", "--device", "-1"], "--device: '-1' is not a whole number of 0 or more"),
+        (["snapshot", "{recipe}", "--top", "many"], "--top: 'many' is not a whole number of 0 or more"),
+        (["snapshot", "{recipe}", "--json", "none/x.json"], "--json: the folder none does not exist"),
+        (["replay", "none.pickle"], "none.pickle: is not there"),
+        (["replay", "{recipe}", "--device", "x"], "--device: 'x' is not a whole number"),
+        (["replay", "{recipe}", "--capacity", "0 GiB"], "--capacity: '0 GiB' leaves nothing for PyTorch"),
+        (["replay", "{recipe}", "--capacity", "1 PiB"], "--capacity: '1 PiB' is not a size"),
+        (["replay", "{recipe}", "--virtual-gpu", "h1000"], "--virtual-gpu: there is no virtual GPU 'h1000'"),
+        (["replay", "{recipe}", "--timeout", "0"], "--timeout: '0' is not a number of seconds above 0"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_status_2(
@@ -131,7 +147,88 @@ def test_a_reader_that_leaves_early_sees_no_traceback(results_file: Path) -> Non
         assert process.stderr.read() == b""
 
 
-def test_the_command_imports_no_torch(results_file: Path) -> None:
+@pytest.mark.parametrize("command", ["report", "snapshot"])
+def test_the_command_imports_no_torch(command: str, results_file: Path, tmp_path: Path) -> None:
+    file = {"report": results_file, "snapshot": write(tmp_path / "s.pickle", small())}[command]
     code = "import sys; from pytest_mbmem.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
-    ended = subprocess.run([sys.executable, "-c", code, "report", str(results_file)], capture_output=True, check=False)
+    ended = subprocess.run([sys.executable, "-c", code, command, str(file)], capture_output=True, check=False)
     assert ended.returncode == 0
+
+
+# Snapshots ------------------------------------------------------------------------------------------------------------
+
+
+def record(launcher: Launcher, file: Path, scenario: str) -> Path:
+    """A run of allocations.py on a device of 256 MiB."""
+    arguments = {"file": str(file), "scenario": scenario}
+    device = {"MBMEM_GPU_CAPACITY": str(256 * 2**20), "MBMEM_GPU_CONTEXT_BYTES": "0"}
+    assert launcher.call("allocations:record", arguments, environment=device).message == ""
+    return file
+
+
+def test_snapshot_shows_peaks_owners_and_fragmentation(
+    launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, output = record(launcher, tmp_path / "s.pickle", "fragmented"), tmp_path / "s.json"
+    assert main(["snapshot", str(file), "--json", str(output)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    summary = json.loads(output.read_text(encoding="utf-8"))
+    assert lines[0] == f"{file}: device 0, {summary['events']} events"
+    assert lines[1].startswith("peak allocated: 152.00 MiB after event ")
+    assert lines[2].startswith("peak reserved:  252.00 MiB after event ")
+    assert summary["peak_allocated"] == sum(owner["bytes"] for owner in summary["owners"]) == 152 * 2**20
+    line = summary["owners"][0]["line"]
+    assert re.search(r"allocations\.py:\d+ \(block\)$", line)
+    assert any(shown.endswith(line) for shown in lines)
+    (then,) = [held for held in summary["segments"] if held["when"] == "when memory ran out"]
+    assert (then["reserved"], then["allocated"], then["segments"]) == (252 * 2**20, 135 * 2**20, 9)
+    (row,) = [line for line in lines if "when memory ran out" in line]
+    assert row.split()[4:] == ["large", "9", "252.00", "MiB", "135.00", "MiB", "117.00", "MiB", "9", "17.00", "MiB"]
+    assert summary["allocator_settings"]["expandable_segments"] is False
+    assert "expandable_segments=False" in lines[-2]
+
+
+def test_snapshot_of_a_stranger_is_shown_in_lines_of_bounded_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = small()
+    data["device_traces"][0][2]["frames"][0]["name"] = "x\x1b[31m" * 1000
+    assert main(["snapshot", str(write(tmp_path / "s.pickle", data))]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines())) <= 1000
+
+
+@pytest.fixture
+def replaying(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replays in forks of this session's own server."""
+    monkeypatch.setattr(launch, "Launcher", lambda gpu, *, timeout: launcher)
+    monkeypatch.setattr(launcher, "close", lambda: None)
+
+
+@pytest.mark.usefixtures("replaying")
+def test_replay_says_whether_it_would_have_fitted(
+    launcher: Launcher, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = record(launcher, tmp_path / "s.pickle", "fragmented")
+    both = ["--alloc-conf", "", "--alloc-conf", "expandable_segments:True"]
+    assert main(["replay", str(file), *both]) == 0
+    out = capsys.readouterr().out
+    assert "replayed as recorded, with the 256.00 MiB for PyTorch that it had:" in out
+    assert "The replay reproduces the recorded segments exactly." in out
+    assert "replayed with changes, 256.00 MiB for PyTorch, as the recorded run had:" in out
+    assert "  PyTorch's default settings  no " in out
+    assert "  expandable_segments:True    yes " in out
+    assert "With PyTorch's default settings it runs out of memory at event" in out
+    assert re.search(r"allocations\.py:\d+ \(block\):$", out, re.MULTILINE)
+    assert "free but unusable: 117.00 MiB in the allocator's segments; the device had 4.00 MiB left" in out
+    assert "ran out of memory at event" in out.splitlines()[-1]  # what comes after it is unknown
+
+    assert main(["replay", str(file), "--alloc-conf", "expandable_segments:True", "--alloc-conf", ""]) == 1
+    assert main(["replay", str(file), "--capacity", "1 GiB"]) == 0
+    assert "1.00 GiB of capacity, of which the CUDA context of h100-80gb takes 512.00 MiB: 512.00 MiB for" in (
+        capsys.readouterr().out
+    )
+    assert main(["replay", str(file), "--virtual-gpu", "l4-24gb"]) == 0
+    assert main(["replay", str(file), "--alloc-conf", "nonsense:1"]) == 2
+    assert capsys.readouterr().err.startswith("mbmem: error: --alloc-conf: 'nonsense:1': PyTorch refuses")

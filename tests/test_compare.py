@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_mbmem.compare import Comparison, Costs, RankSaving, check_settings, matched
+from pytest_mbmem.compare import Comparison, Costs, RankSaving, check_settings, default_metric, matched
 from pytest_mbmem.errors import MeasurementFailed, UserError
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.measurement import Adapter, Device, Failure, Measurement, PhaseFigures, RankMeasurement
@@ -421,3 +421,69 @@ def test_a_marker_asks_for_just_as_much(real_project: pytest.Pytester) -> None:
             "TOO SLOW: 1.17% more FLOPs than the control, 1.10% are allowed",
         ]
     )
+
+
+# The allocator --------------------------------------------------------------------------------------------------------
+
+EXPANDABLE = {"memory.alloc_conf": ("", "expandable_segments:True")}
+
+
+def reserving(allocated: int, reserved: int, **fields: Any) -> Measurement:
+    figures = {"allocated": allocated, "reserved": reserved}
+    return Measurement(
+        H100, (RankMeasurement(0, {"pp": 0}, 1, (PhaseFigures(2, "backward", figures, figures),), **fields),)
+    )
+
+
+@pytest.mark.parametrize(
+    ("differences", "metric"),
+    [
+        (EXPANDABLE, "reserved"),
+        (EXPANDABLE | DIFFERENCES, "allocated"),
+        (DIFFERENCES, "allocated"),
+    ],
+)
+def test_settings_of_the_allocator_alone_are_compared_by_what_is_reserved(
+    differences: Mapping[str, Any], metric: str
+) -> None:
+    assert default_metric(differences) == metric
+
+
+def test_the_allocators_figures_of_both_sides_are_said() -> None:
+    before = reserving(4 * GIB, 6 * GIB, allocation_retries=2, segments=90)
+    after = reserving(4 * GIB, 5 * GIB, segments=0)
+    comparison = Comparison(before, after, EXPANDABLE, "reserved")
+    assert comparison.verdict == "saving"
+    figures = "allocated 4.00 GiB -> 4.00 GiB, reserved 6.00 GiB -> 5.00 GiB, retries 2 -> 0, segments 90 -> 0"
+    assert f". Allocator: {figures}" in comparison.explain()
+    assert comparison.to_json()["allocator"]["before"] == {
+        "allocated": 4 * GIB,
+        "reserved": 6 * GIB,
+        "retries": 2,
+        "segments": 90,
+    }
+    assert Comparison(before, after, EXPANDABLE, "allocated").verdict == "no effect"
+
+
+def test_the_allocator_is_named_where_its_settings_or_its_retries_differ() -> None:
+    one, retried = reserving(GIB, 2 * GIB, segments=5), reserving(GIB, 2 * GIB, allocation_retries=1, segments=9)
+    assert not Comparison(one, reserving(GIB, 3 * GIB, segments=7), DIFFERENCES).is_about_the_allocator
+    assert Comparison(one, retried, DIFFERENCES).is_about_the_allocator
+    assert Comparison(one, one, EXPANDABLE).is_about_the_allocator
+    old = reserving(GIB, 2 * GIB)
+    assert Comparison(old, one, EXPANDABLE).allocator_text().endswith("segments not measured -> 5")
+
+
+def test_expandable_segments_reserve_less_on_the_virtual_gpu(launcher: Launcher) -> None:
+    model = Model(num_layers=2, hidden_size=1024, num_attention_heads=4, vocab_size=1000)
+    control = Recipe(model=model, training=Training(seq_length=1024, steps=2))
+    candidate = control.but(alloc_conf="expandable_segments:True")
+    comparison = Comparison(
+        launcher.measure(control), launcher.measure(candidate), matched(control, candidate, None, "t"), "reserved"
+    )
+    before, after = comparison.allocator
+    assert before.segments is not None
+    assert before.segments > 10
+    assert (after.segments, after.retries) == (0, 0)
+    assert abs(before.allocated / after.allocated - 1) < 0.01  # what PyTorch does not split off counts as allocated
+    assert after.allocated <= after.reserved < before.reserved

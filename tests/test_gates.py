@@ -23,7 +23,16 @@ from pytest_mbmem.gates import (
     judge,
     recipe_changes,
 )
-from pytest_mbmem.measurement import Device, Failure, Measurement, PhaseFigures, RankMeasurement
+from pytest_mbmem.measurement import (
+    Composition,
+    Device,
+    Failure,
+    Measurement,
+    Owner,
+    PhaseFigures,
+    RankMeasurement,
+)
+from pytest_mbmem.split import Part
 
 H100 = Device("virtual-h100-80gb", "NVIDIA H100 80GB HBM3", 80 * 2**30, virtual=True)
 MIB, GIB = 2**20, 2**30
@@ -423,6 +432,47 @@ def test_the_drift_since_the_first_record_is_noted() -> None:
 )
 def test_no_drift_without_updates_beyond_the_band_or_upwards(peak: int, first: int, updates: int) -> None:
     assert "drift" not in notes(marker(), measured(peak), baseline(peak, first=first, updates=updates))
+
+
+# Growth ---------------------------------------------------------------------------------------------------------------
+
+
+def held_by(*owners: tuple[str, int]) -> RankMeasurement:
+    """A rank whose peak in step-2/backward is held by activations of modules, by name."""
+    (rank,) = measured(sum(size for _, size in owners)).ranks
+    parts = tuple(Owner("activations", name, "a/b.py:1 (f)") for name, _ in owners)
+    at_peaks = ((1, *[0] * (len(owners) - 1)), tuple(size for _, size in owners))
+    return replace(rank, composition=Composition(parts, at_peaks))
+
+
+SPLIT = (Part("activations", 500, "mlp", "a/b.py (f)"), Part("activations", 500, "norm", "a/b.py (f)"))
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(600, "regression"), (400, "improvement"), (500, "pass")])
+def test_a_baseline_with_a_split_tells_what_grew_whatever_the_verdict(size: int, verdict: str) -> None:
+    run = replace(measured(1), ranks=(held_by(("mlp", size), ("norm", 500)),))
+    found = judge(EXACT, run, baseline(1000, split=SPLIT), "k")
+    assert found.verdict == verdict
+    assert found.growth is not None
+    assert [(change.part.module, change.size) for change in found.growth.changes] == (
+        [("mlp", size - 500)] if size != 500 else []
+    )
+    assert found.growth.total == size - 500
+
+
+def test_the_growth_is_the_worst_ranks_and_names_the_one_that_was() -> None:
+    ranks = (held_by(("mlp", 900)), replace(held_by(("mlp", 1100)), rank=3))
+    found = judge(EXACT, replace(measured(1), ranks=ranks), baseline(1000, split=SPLIT, phase="build"), "k").growth
+    assert found is not None
+    assert found.places == "rank 3 in step-2/backward now, rank 0 in build then"
+    assert found.total == 100
+
+
+def test_without_one_of_the_splits_nothing_is_said_to_have_grown() -> None:
+    run = replace(measured(1), ranks=(held_by(("mlp", 2000)),))
+    assert judge(EXACT, run, baseline(1000), "k").growth is None
+    assert judge(EXACT, measured(2000), baseline(1000, split=SPLIT), "k").growth is None
+    assert judge(EXACT, replace(run, recipe_digest="d2"), baseline(1000, split=SPLIT), "k").growth is None
 
 
 # Sentences ------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -775,6 +776,8 @@ def test_what_megatron_can_run_is_accepted(changes: dict[str, Any]) -> None:
         "max_split_size_mb:64, expandable_segments:True",
         "roundup_power2_divisions:[256:1,512:2,>:8],garbage_collection_threshold:0.6",
         " backend : native ",
+        "expandable_segments:True,",
+        " ",
         "",
     ],
 )
@@ -782,10 +785,24 @@ def test_allocator_settings_are_kept_as_written(text: str) -> None:
     assert Memory(alloc_conf=text).alloc_conf == text
 
 
-@pytest.mark.parametrize("text", ["expandable_segments", "a:b,", ",", "a:", ":b", "a=b", "a:b c:d", "a:[1", " "])
-def test_allocator_settings_that_are_not_pairs_are_refused(text: str) -> None:
-    with pytest.raises(UserError, match=r"^memory\.alloc_conf: .* is not made of key:value pairs separated by commas"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("expandable_segments", "'expandable_segments': 'expandable_segments' has no value"),
+        ("expandable_segments:true", "expandable_segments:true: not one of True, False"),
+        (",", "',': a key is missing before ','"),
+        ("a:b c:d", "'a:b c:d': a comma is missing after a:bc"),
+        ("a=b", "'a=b': 'a=b' has no value"),
+        ("a:[1", "'a:[1': the list of 'a' is not closed"),
+    ],
+)
+def test_allocator_settings_that_are_not_pairs_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match="^" + re.escape(f"memory.alloc_conf: {message}")):
         Memory(alloc_conf=text)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"model: llama3-8b\nmemory:\n  alloc_conf: {text!r}\n")
+    with pytest.raises(UserError, match="^" + re.escape(f"{file}:3: memory.alloc_conf: {message}")):
+        Recipe.from_yaml(file)
 
 
 # but()

@@ -43,8 +43,15 @@ def marker(*args: object, **kwargs: object) -> SavingGate:
 
 
 def test_a_bare_marker_asks_for_any_effect_on_peak_allocated() -> None:
-    assert marker(control=RECIPE) == SavingGate(SavingRule(RECIPE.digest), RECIPE)
+    assert marker(control=RECIPE) == SavingGate(SavingRule(RECIPE.digest), RECIPE, metric_is_given=False)
     assert marker(RECIPE, at_least=None, max_slowdown=None, metric=None, phase=None, settings=None) == marker(RECIPE)
+
+
+def test_the_metric_follows_the_settings_that_differ_unless_it_is_given() -> None:
+    conf, both = {"memory.alloc_conf": ("", "a:b")}, {"memory.alloc_conf": ("", "a:b"), "parallelism.tp": (1, 2)}
+    assert marker(RECIPE).rule_for(conf).metric == "reserved"
+    assert marker(RECIPE).rule_for(both).metric == "allocated"
+    assert marker(RECIPE, metric="allocated").rule_for(conf).metric == "allocated"
 
 
 def test_every_argument_is_used() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from ..measurement import METRICS, Metric, PhaseFigures
 from ..virtual_gpu.counters import read_counters
+from .recording import Recording, can_record
 
 
 def _figures(which: str) -> dict[Metric, int]:
@@ -48,6 +49,7 @@ class PhaseRecorder:
         self._figures: dict[tuple[int, str], tuple[dict[Metric, int], dict[Metric, int]]] = {}
         self._retained: dict[int, int] = {}
         self._allocations: int | None = None
+        self._segments = 0
 
     def begin(self, step: int, phase: str) -> None:
         """End the phase before and begin this one."""
@@ -64,6 +66,7 @@ class PhaseRecorder:
         if self.current is None:
             return
         peak, resting = _figures("peak"), _figures("current")
+        self._segments = max(self._segments, int(torch.cuda.memory_stats()["segment.all.peak"]))
         if self.current in self._figures:
             earlier = self._figures[self.current][0]
             peak = {metric: max(peak[metric], earlier[metric]) for metric in METRICS}
@@ -84,6 +87,7 @@ class PhaseRecorder:
             "allocations": _number_of_allocations() if self._allocations is None else self._allocations,
             "allocation_retries": int(torch.cuda.memory_stats_as_nested_dict()["num_alloc_retries"]),
             "host_peak": host_peak(),
+            "segments": self._segments,
         }
 
 
@@ -99,13 +103,16 @@ def cuda_is_initialized() -> bool:
 class TestWatch:
     """Peaks of this process from its making to `results`, as the phase "test"; a test may reset them meanwhile.
 
-    Where CUDA has not started yet it is left alone: the test may still set what CUDA reads at its start.
+    Where CUDA has not started yet it is left alone: the test may still set what CUDA reads at its start. With `record`,
+    the allocator's history tells what the peak is made of.
     """
 
     __test__ = False
+    snapshot: dict[str, Any] | None = None  # of the history, once there are results
 
-    def __init__(self) -> None:
+    def __init__(self, *, record: bool) -> None:
         self._recorder = PhaseRecorder()
+        self._recording = Recording("test", full=True) if record and can_record() else None
         if cuda_is_initialized():
             self._recorder.begin(0, "test")
         else:
@@ -128,4 +135,8 @@ class TestWatch:
             setattr(torch._C, name, reset)
         torch.cuda.init()  # type: ignore[no-untyped-call]
         self._recorder.end()
-        return self._recorder.results()
+        results = self._recorder.results()
+        if self._recording is not None:
+            results["composition"] = self._recording.stop().composition(results["phases"])
+            self.snapshot = self._recording.snapshot
+        return results

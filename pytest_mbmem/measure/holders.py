@@ -33,6 +33,7 @@ import torch
 
 from ..growth import Holder
 from ..units import format_bytes
+from . import recording
 
 _MAX_EVENTS = 5_000_000
 
@@ -54,7 +55,7 @@ class Recording:
     _running = 0
 
     def __init__(self) -> None:
-        if not Recording._running:  # starting it again would forget what is there
+        if not Recording._running and not recording.is_running():  # starting it again would forget what is there
             torch.cuda.memory._record_memory_history("all", context="state", stacks="python", max_entries=_MAX_EVENTS)
         Recording._running += 1
         self._begin = self.mark()
@@ -81,7 +82,7 @@ class Recording:
     def stop(self) -> None:
         """End the recording."""
         Recording._running -= 1
-        if not Recording._running:
+        if not Recording._running and not recording.is_running():
             torch.cuda.memory._record_memory_history(None)
 
 

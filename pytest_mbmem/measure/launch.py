@@ -9,12 +9,14 @@ import contextlib
 import importlib.metadata
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from .. import virtual_gpu
+from .. import outside, virtual_gpu
 from ..errors import UserError
-from ..measurement import Device, Failure, Measurement, RankMeasurement
+from ..measurement import Device, Failure, Measurement, RankMeasurement, read_plain
+from ..oom import Diagnosis
 from ..recipe import Recipe
 from ..virtual_gpu.build import ensure_driver
 from ..virtual_gpu.gpus import Gpu
@@ -42,11 +44,16 @@ class Launcher(Workers):
     def __init__(self, gpu: Gpu, *, count: int = 1, timeout: float = 600.0, jobs: int | None = None) -> None:
         super().__init__(timeout=timeout, jobs=jobs)
         self.gpu, self.count = gpu, count
+        self.diagnoses: dict[object, Diagnosis] = {}  # that `explain` made
 
     @property
     def device(self) -> Device:
         """What measurements are made on."""
         return Device(key=f"virtual-{self.gpu.key}", name=self.gpu.name, capacity=self.gpu.capacity, virtual=True)
+
+    def on(self, gpu: Gpu) -> Launcher:
+        """The same for another virtual GPU, in forks of the same server. Needs no closing."""
+        return self if gpu == self.gpu else _Elsewhere(self, gpu)
 
     def command_environment(self) -> dict[str, str]:
         """The environment of a process that sees the virtual GPU."""
@@ -91,6 +98,16 @@ class Launcher(Workers):
                 calls, finish = jobs[index]
                 results[index] = finish([next(answers) for _ in calls])
         return [results[index] for index in range(len(recipes))]
+
+    def explain(self, measurement: Measurement) -> Measurement:
+        """The measurement, whose failure also has why memory ran out and what would help: `failure.shortage.diagnosis`.
+
+        Takes several runs of the failing rank, once for the same failure. Raises `UserError` for a measurement that did
+        not run out of memory, or of no recipe.
+        """
+        from .oom import explained
+
+        return explained(self, measurement)
 
     def _job(
         self, recipe: Recipe, ranks: Ranks, count_flops: bool, check_effects: bool
@@ -145,7 +162,7 @@ class Launcher(Workers):
             fields = result.value["rank"]
             assumptions += result.value["assumptions"]
             if result.value["failure"]:
-                failures.append(Failure(**result.value["failure"]))
+                failures.append(read_plain(Failure, result.value["failure"], "failure"))
             if fields is None:
                 continue
             counts = counted.get(rank.work, CallResult(value={}))
@@ -153,6 +170,7 @@ class Launcher(Workers):
                 failures.append(_failure(counts, rank.rank, "while counting FLOPs: "))
             else:
                 fields.update(counts.value)
+            fields["outside"] = outside.estimate(self.gpu, (counts.value or {}).get("collective_bytes"))
             ranks.append(RankMeasurement.from_json(fields))
         for name, probed in without.items():
             failures += [_failure(c, r, f"without {name}: ") for r, c in probed.items() if c.failure is not None]
@@ -167,10 +185,29 @@ class Launcher(Workers):
             recipe_digest=recipe.digest,
             world_size=recipe.world_size,
             environment=versions(),
-            assumptions=tuple(dict.fromkeys(assumptions)),
+            assumptions=tuple(dict.fromkeys([*assumptions, *([outside.assumption(self.gpu)] if ranks else [])])),
             notes=adapters.adapter_notes(ranks),
             failure=failures[0] if failures else None,
         )
+
+
+class _Elsewhere(Launcher):
+    """Another virtual GPU: the driver reads what it is when a worker first calls it."""
+
+    def __init__(self, launcher: Launcher, gpu: Gpu) -> None:
+        super().__init__(gpu, count=launcher.count, timeout=launcher.timeout, jobs=launcher.jobs)
+        self._launcher = launcher
+        self.diagnoses = launcher.diagnoses
+
+    def call_all(
+        self,
+        calls: Sequence[tuple[str, Mapping[str, Any]]],
+        environment: Mapping[str, str],
+        timeout: float,
+        cwd: Path | None = None,
+    ) -> list[CallResult]:
+        environment = {**virtual_gpu.environment(self.gpu, self.count), **environment}
+        return self._launcher.call_all(calls, environment, timeout, cwd)
 
 
 def check(recipe: Recipe) -> None:
@@ -181,8 +218,12 @@ def check(recipe: Recipe) -> None:
 
 def recipe_environment(recipe: Recipe) -> dict[str, str]:
     """What the recipe sets in the environment of the process that runs it."""
-    allocator = {name: recipe.memory.alloc_conf for name in _ALLOCATOR_VARIABLES if recipe.memory.alloc_conf}
-    return {**allocator, **recipe.environment}
+    return {**allocator_environment(recipe.memory.alloc_conf), **recipe.environment}
+
+
+def allocator_environment(alloc_conf: str) -> dict[str, str]:
+    """What gives a process these settings of the allocator."""
+    return {name: alloc_conf for name in _ALLOCATOR_VARIABLES if alloc_conf}
 
 
 def _failure(result: CallResult, rank: int, doing: str = "") -> Failure:

@@ -6,6 +6,7 @@ import dataclasses
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,45 +17,80 @@ from ..megatron import lora, offload, stand_ins, te_equivalents
 from ..megatron.model import LiveModel, live_model
 from ..recipe import Recipe
 from ..virtual_gpu import routing
-from . import effects
+from . import allocator, effects
 from .counting import counting
 from .history import PhaseRecorder, bytes_moved
+from .oom_worker import Observer
+from .recording import MAX_EVENTS, Recording, can_record
 from .retention import trace_model
+from .snapshot_files import write_snapshot
 
 
 def measure_rank(
-    recipe: dict[str, Any], rank: int, coordinates: dict[str, int], stands_for: int, virtual: bool
+    recipe: dict[str, Any],
+    rank: int,
+    coordinates: dict[str, int],
+    stands_for: int,
+    virtual: bool,
+    record: bool = True,
+    snapshot: str | None = None,
 ) -> dict[str, Any]:
-    """Build rank `rank` and train the recipe's steps: a `RankMeasurement`, a `Failure` or None, and assumptions."""
+    """Build rank `rank` and train the recipe's steps: a `RankMeasurement`, a `Failure` or None, and assumptions.
+
+    With `record`, the allocator's history tells what the peaks are made of. It is left in the file `snapshot`, in
+    PyTorch's format; raises `OSError` if it cannot be written.
+    """
     torch.set_num_threads(1)  # kernels run on no core
     recorder = PhaseRecorder()
     failure = None
     moved: list[dict[str, int]] = []  # in each step
     adapters: tuple[Adapter, ...] = ()
+    settings = Recipe.from_dict(recipe, "recipe").memory.alloc_conf
+    believed: tuple[str, ...] = ()
+    recording = None
+    observer = Observer()
+
+    def begin(step: int, phase: str) -> None:
+        if recording is not None:
+            recording.begin(step, phase)
+        recorder.begin(step, phase)
+
     try:
         _start_cuda(recipe)
-        recorder.begin(0, "build")
+        believed = allocator.assumptions(settings)
+        observer.attach()
+        recording = Recording(full=snapshot is not None) if record and can_record() else None
+        if snapshot is not None and recording is None:
+            torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
+        begin(0, "build")
         with refusals():
             model = _build(recipe, rank, virtual)
+            allocator.check_settings(settings)
             adapters = lora.adapters(model.chunks, model.recipe.lora) if model.recipe.lora else ()
             for _ in range(model.recipe.training.steps):
                 before = bytes_moved(virtual)
-                model.step(recorder.begin)
+                model.step(begin)
                 moved.append({way: count - before[way] for way, count in bytes_moved(virtual).items()})
     except torch.OutOfMemoryError as error:
         step, phase = recorder.current or (None, None)
-        failure = Failure("out of memory", rank, str(error), step, phase)
+        failure = Failure("out of memory", rank, str(error), step, phase, observer.shortage)
     except Refused as error:
         return {"rank": None, "failure": dataclasses.asdict(Failure("refused", rank, str(error))), "assumptions": ()}
     recorder.end()
     figures = {**recorder.results(), "adapters": adapters}
+    if recording is not None:
+        history = recording.stop()
+        figures["composition"] = history.composition(figures["phases"])
+        figures["largest_allocation"], figures["largest_owner"] = history.largest
+    if snapshot is not None:
+        write_snapshot(recording.snapshot if recording is not None else torch.cuda.memory._snapshot(), Path(snapshot))
     if moved:
         figures |= {"moved_bytes": moved[-1], "moved_in_step_1": moved[0].get("to host")}
     result = RankMeasurement(rank=rank, coordinates=coordinates, stands_for=stands_for, **figures)
     return {
         "rank": dataclasses.asdict(result),
         "failure": failure and dataclasses.asdict(failure),
-        "assumptions": assumptions(Recipe.from_dict(recipe, "recipe"), virtual),
+        "assumptions": (*assumptions(Recipe.from_dict(recipe, "recipe"), virtual), *believed),
     }
 
 
@@ -77,6 +113,7 @@ def _start_cuda(recipe: dict[str, Any]) -> None:
             raise
         reason = str(error).splitlines()[0]
         raise Refused(f"memory.alloc_conf: PyTorch refuses {settings!r}: {reason}") from None
+    allocator.check_settings(settings)
 
 
 def _build(recipe: dict[str, Any], rank: int, virtual: bool) -> LiveModel:
@@ -119,17 +156,16 @@ def trace_rank(recipe: dict[str, Any], rank: int, steps: int, virtual: bool) -> 
 
 def probe_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> tuple[int, int] | None:
     """What tells whether a setting has an effect on rank `rank` (see `effects.fingerprint`); None if it cannot run."""
-    measured = measure_rank(recipe, rank, {}, 1, virtual)
+    measured = measure_rank(recipe, rank, {}, 1, virtual, record=False)
     return None if measured["failure"] else effects.fingerprint(RankMeasurement.from_json(measured["rank"]))
 
 
 def count_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> dict[str, Any]:
-    """FLOPs, collective bytes and the largest single allocation of one step of rank `rank`.
+    """FLOPs and collective bytes of one step of rank `rank`.
 
     The first step is like every other one in these. An out-of-memory error leaves them unknown (an empty dict).
     """
     torch.set_num_threads(1)
-    torch.cuda.memory._record_memory_history("all", context=None, max_entries=5_000_000)
     try:
         with refusals():
             model = _build(recipe, rank, virtual)
@@ -137,9 +173,4 @@ def count_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> dict[str, An
                 model.step()
     except (torch.OutOfMemoryError, Refused):
         return {}
-    trace = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
-    return {
-        "flops_per_step": counted.flops,
-        "collective_bytes": counted.collective_bytes,
-        "largest_allocation": max(event["size"] for event in trace if event["action"] == "alloc"),
-    }
+    return {"flops_per_step": counted.flops, "collective_bytes": counted.collective_bytes}

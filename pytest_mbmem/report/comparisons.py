@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..compare import MODELLED, Comparison, Costs, differences_lines, how, said
+from ..compare import MODELLED, AllocatorFigures, Comparison, Costs, differences_lines, how, said
 from ..measurement import Failure
 from ..savings import SavingJudgement
 from ..sweep import Row, Sweep
 from ..units import format_bytes, format_fraction
+from .oom import headline as out_of_memory
+from .oom import message_lines
 from .results import Measured
 from .rows import NOTHING, format_flops
-from .text import exactly, shortened, table
+from .splits import saved_lines
+from .text import exactly, table
 
 _UNBEATEN = "*"
 
@@ -21,7 +24,7 @@ _TRAFFIC = {"collectives", "moved to host", "moved to device", "host memory"}
 _MOST_RANKS = 8
 """Ranks whose saving a failure lists."""
 
-_DISPENSABLE = ("FLOPs", "rank", "host memory", "moved to device", "phase", "collectives")
+_DISPENSABLE = ("segments", "FLOPs", "rank", "host memory", "moved to device", "phase", "collectives")
 """Columns that a narrow table goes without, the first one first."""
 
 
@@ -50,7 +53,8 @@ def sweep_cells(sweep: Sweep) -> list[list[str]]:
 
     Left out are columns in which no row has anything to say, and those of traffic and host memory if all rows agree.
     """
-    head = ["setting", f"peak {sweep.metric}", "saved", "rank", "phase", "FLOPs", "more FLOPs", "collectives"]
+    head = ["setting", f"peak {sweep.metric}", "saved", "rank", "phase", f"peak {_other(sweep)}", "segments", "retries"]
+    head += ["FLOPs", "more FLOPs", "collectives"]
     head += ["moved to host", "moved to device", "host memory", "verdict", ""]
     columns: dict[str, list[str]] = {name: [] for name in head}
     rows = (sweep.control, *sweep.rows)
@@ -58,6 +62,10 @@ def sweep_cells(sweep: Sweep) -> list[list[str]]:
         for name, text in zip(columns, _cells(sweep, row), strict=True):
             columns[name].append(text)
     kept = {name: texts for name, texts in columns.items() if any(text not in (NOTHING, "") for text in texts)}
+    compared = (row.comparison for row in sweep if row.comparison is not None and row.comparison.has_figures)
+    if not any(comparison.is_about_the_allocator for comparison in compared):
+        for name in (f"peak {_other(sweep)}", "segments", "retries"):
+            kept.pop(name, None)
     for name in _TRAFFIC & kept.keys():
         if len({text for row, text in zip(rows, kept[name], strict=True) if row.ran}) == 1:
             del kept[name]
@@ -68,7 +76,7 @@ def _cells(sweep: Sweep, row: Row) -> Iterator[str]:
     comparison, measurement = row.comparison, row.measurement
     yield row.name
     if not row.ran:
-        yield from [NOTHING] * 10
+        yield from [NOTHING] * 13
         yield row.verdict
         yield ""
         return
@@ -80,6 +88,10 @@ def _cells(sweep: Sweep, row: Row) -> Iterator[str]:
     yield NOTHING if compared is None else _saved(compared)
     yield str(worst.rank)
     yield peak.name
+    allocator = AllocatorFigures.of(measurement)
+    yield format_bytes(getattr(allocator, _other(sweep)))
+    yield NOTHING if allocator.segments is None else str(allocator.segments)
+    yield str(allocator.retries or NOTHING)
     yield format_flops(costs.flops)
     slowdown = None if compared is None else compared.slowdown
     yield NOTHING if slowdown is None else format_fraction(slowdown, signed=True)
@@ -89,6 +101,11 @@ def _cells(sweep: Sweep, row: Row) -> Iterator[str]:
     yield _size(costs.host_peak)
     yield row.verdict
     yield _UNBEATEN if row.unbeaten and len(sweep) > 1 else ""
+
+
+def _other(sweep: Sweep) -> str:
+    """The metric that is not compared."""
+    return "allocated" if sweep.metric == "reserved" else "reserved"
 
 
 def _saved(comparison: Comparison) -> str:
@@ -126,10 +143,11 @@ def saving_failure_text(measured: Measured, judgement: SavingJudgement) -> str:
     if failure is None and judgement.comparison is not None:
         failure = judgement.comparison.control.failure
     if failure is not None:
-        lines += ["", *(f"  {line}" for line in shortened(failure.message))]
+        lines += ["", *message_lines(failure)]
     if judgement.notes:
         lines += ["", *(f"  - {note}" for note in judgement.notes)]
-    return "\n".join(lines)
+    held = saved_lines(judgement.comparison)
+    return "\n".join([*lines, "", *held] if held else lines)
 
 
 def _headline(measured: Measured, judgement: SavingJudgement) -> str:
@@ -138,6 +156,9 @@ def _headline(measured: Measured, judgement: SavingJudgement) -> str:
     if measured.name:
         what += f" of {measured.name!r}"
     if comparison is None or comparison.candidate.failure is not None:
+        failure = measured.measurement.failure
+        if verdict == "out of memory" and failure is not None and failure.shortage is not None:
+            return out_of_memory(failure)
         said_more = f"the recipe does not fit {measured.measurement.device.name}"
         return f"{verdict.upper()}: {said_more if verdict == 'out of memory' else f'{what} could not be measured'}"
     if comparison.control.failure is not None:
@@ -205,3 +226,5 @@ def _compared_facts(judgement: SavingJudgement, comparison: Comparison) -> Itera
     costs = comparison.traffic_text()
     if costs:
         yield "and", costs
+    if comparison.is_about_the_allocator:
+        yield "allocator", comparison.allocator_text()

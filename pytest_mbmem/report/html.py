@@ -9,7 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 
+from .. import outside
 from ..compare import Comparison
+from ..fits import FitJudgement
+from ..fragmentation import FragmentationJudgement
 from ..gates import GATED_METRICS, GatedMetric
 from ..growth import GrowthSummary
 from ..measurement import Measurement, PhaseFigures, RankMeasurement
@@ -17,6 +20,7 @@ from ..savings import SavingJudgement
 from ..sweep import Sweep
 from ..units import format_bytes
 from .comparisons import sweep_cells, sweep_notes
+from .oom import message_lines
 from .results import Judged, Measured, Results, TestResult
 from .rows import (
     NOTHING,
@@ -31,6 +35,7 @@ from .rows import (
     sizes_of,
     worst_of,
 )
+from .splits import judged_lines, saved_lines
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -114,12 +119,13 @@ def _test(number: int, test: TestResult) -> str:
 def _measured(test: TestResult, measured: Measured) -> str:
     measurement = measured.measurement
     parts = [f"<h3>{escape(label_of(test.id, measured))}</h3>"] if measured.name else []
-    parts += [_judged(judged) for judged in measured.judged]
+    parts += [_judged(measured, judged) for judged in measured.judged]
     parts += [_saving(saving) for saving in measured.savings]
-    if measurement.notes and not measured.judged and not measured.savings:  # whose verdicts have these notes too
+    parts += map(_stated, measured.stated)
+    if measurement.notes and not measured.is_judged:  # verdicts have these notes too
         parts.append(_list(measurement.notes))
     if measurement.failure is not None:
-        parts.append(f"<pre>{escape(measurement.failure.message)}</pre>")
+        parts.append(_preformatted(message_lines(measurement.failure, whole=True)))
     worst = worst_of(measurement)
     if worst is not None:
         parts += [_rank_bars(measured), _phase_bars(measured, worst), _rank_table(measurement)]
@@ -132,10 +138,16 @@ def _list(texts: Iterable[str]) -> str:
     return f"<ul>{items}</ul>" if items else ""
 
 
-def _judged(judged: Judged) -> str:
+def _judged(measured: Measured, judged: Judged) -> str:
     judgement = judged.judgement
     unsaid = judgement.notes if judgement.measured is not None else ()  # explain() says why nothing was measured
-    return f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>{_list(unsaid)}"
+    held = () if judgement.passed else judged_lines(measured, judgement)
+    said = f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>{_list(unsaid)}"
+    return said + _preformatted(held)
+
+
+def _preformatted(lines: Sequence[str]) -> str:
+    return f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
 
 
 def _saving(saving: SavingJudgement) -> str:
@@ -144,7 +156,12 @@ def _saving(saving: SavingJudgement) -> str:
     asked = f"asked for: {saving.rule.asked}; the control is {saving.rule.control}"
     unsaid = (note for note in saving.notes if note not in said)
     ranks = _rank_savings({"": comparison} if comparison is not None else {})
-    return f"<p>{_badge(saving.verdict)} {escape(said)}</p>{_list((asked, *unsaid))}{ranks}"
+    held = _preformatted(() if saving.passed else saved_lines(comparison))
+    return f"<p>{_badge(saving.verdict)} {escape(said)}</p>{_list((asked, *unsaid))}{held}{ranks}"
+
+
+def _stated(judgement: FitJudgement | FragmentationJudgement) -> str:
+    return f"<p>{_badge(judgement.verdict)} {escape(judgement.explain())}</p>{_list(judgement.notes)}"
 
 
 def _rank_savings(comparisons: Mapping[str, Comparison | None]) -> str:
@@ -182,6 +199,7 @@ def _rank_table(measurement: Measurement) -> str:
         "retained after the last backward",
         "largest allocation",
         "allocation retries",
+        "outside PyTorch",
         "FLOPs a step",
         "collectives a step, by group",
     )
@@ -195,8 +213,9 @@ def _rank_table(measurement: Measurement) -> str:
             format_bytes(rank.peak()),
             format_bytes(rank.peak("reserved")),
             format_bytes(rank.retained_after_backward[-1]) if rank.retained_after_backward else NOTHING,
-            format_bytes(rank.largest_allocation) if rank.largest_allocation else NOTHING,
+            _largest(rank),
             str(rank.allocation_retries),
+            outside.text(rank.outside, list(rank.collective_bytes)) or NOTHING,
             format_flops(rank.flops_per_step),
             sizes_of(rank.collective_bytes),
             *(texts[index] for texts in more.values()),
@@ -228,6 +247,14 @@ def _background(measurement: Measurement) -> str:
         + (f"<p>Assumed:</p><ul>{assumptions}</ul>" if assumptions else "")
         + (f"<pre>{escape(recipe)}</pre>" if recipe else "")
     )
+
+
+def _largest(rank: RankMeasurement) -> str:
+    """The largest single allocation, and whose it is."""
+    if not rank.largest_allocation:
+        return NOTHING
+    owner = rank.largest_owner
+    return format_bytes(rank.largest_allocation) + (f" ({owner.category} {owner.module})" if owner is not None else "")
 
 
 def _details(summary: str, body: str) -> str:

@@ -15,7 +15,8 @@ def properties(measured: Sequence[Measured], sweeps: Sequence[Sweep] = ()) -> li
 
     Behind a name stand the gate, except for the plain one of the whole run's peak allocated, and the measurement's
     name, if it has one: "mbmem_verdict@reserved[control]". Figures of a memory_saving marker begin with "saving_", with
-    a number if there are several of the same figure; those of a sweep's rows end with the row's name.
+    a number if there are several of the same figure; those of a sweep's rows end with the row's name. Figures of a fits
+    marker begin with "fits_", with the GPU behind them.
     """
     found = [(f"{name}[{m.name}]" if m.name else name, value) for m in measured for name, value in _figures(m)]
     for number, sweep in enumerate(sweeps, 1):
@@ -55,6 +56,18 @@ def _figures(measured: Measured) -> Iterator[tuple[str, object]]:
         gate = ("" if metric == "allocated" else f"@{metric}") + (f"#{seen[metric]}" if seen[metric] > 1 else "")
         for name, value in _compared(saving.comparison, saving.verdict):
             yield f"saving_{name}{gate}", value
+    for fit in measured.fits:
+        gate = f"@{fit.rule.gpu}"
+        yield f"fits_verdict{gate}", fit.verdict
+        yield f"fits_reserved_bytes{gate}", fit.reserved
+        yield f"fits_outside_bytes{gate}", sum(fit.outside.values()) if fit.outside else None
+        yield f"fits_headroom_bytes{gate}", fit.rule.headroom
+        yield f"fits_left_bytes{gate}", fit.left
+    for fragmentation in measured.fragmentations:
+        gate = "" if fragmentation.rule.phase is None else f"@{fragmentation.rule.phase}"
+        yield f"fragmentation_verdict{gate}", fragmentation.verdict
+        yield f"fragmentation{gate}", fragmentation.fraction
+        yield f"fragmentation_bytes{gate}", fragmentation.unused
 
 
 def _compared(comparison: Comparison | None, verdict: str) -> Iterator[tuple[str, object]]:
@@ -74,6 +87,12 @@ def _compared(comparison: Comparison | None, verdict: str) -> Iterator[tuple[str
         for way, size in extra.moved_bytes.items():
             yield f"extra_moved_{_name(way)}_bytes", size
         yield "extra_host_bytes", extra.host_peak
+        if comparison.is_about_the_allocator:
+            for side, figures in zip(("control_", ""), comparison.allocator, strict=True):
+                yield f"{side}allocated_bytes", figures.allocated
+                yield f"{side}reserved_bytes", figures.reserved
+                yield f"{side}retries", figures.retries
+                yield f"{side}segments", figures.segments
 
 
 def _name(name: str) -> str:

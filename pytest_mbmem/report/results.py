@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import UserError
+from ..fits import FitJudgement
+from ..fragmentation import FragmentationJudgement
 from ..gates import Judgement
 from ..growth import GrowthSummary
 from ..measurement import Measurement, RankMeasurement, read_plain
@@ -47,7 +49,7 @@ class Judged:
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str) -> Judged:
         """Read what `to_json` wrote."""
-        fields = {f.name: data[f.name] for f in dataclasses.fields(Judgement)}
+        fields = {f.name: data[f.name] for f in dataclasses.fields(Judgement) if f.name in data}
         return cls(read_plain(Judgement, fields, source), read_plain(bool, data["accepted"], f"{source}: accepted"))
 
 
@@ -60,7 +62,19 @@ class Measured:
     measurement: Measurement
     judged: list[Judged] = field(default_factory=list)
     savings: list[SavingJudgement] = field(default_factory=list)  # of its memory_saving markers
+    fits: list[FitJudgement] = field(default_factory=list)  # of its fits markers, one for each GPU
+    fragmentations: list[FragmentationJudgement] = field(default_factory=list)  # of its fragmentation markers
     ranks: Any = field(default="distinct", compare=False)  # which ones were asked for, to measure a control alike
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether there is any verdict on it."""
+        return bool(self.judged or self.savings or self.fits or self.fragmentations)
+
+    @property
+    def stated(self) -> list[FitJudgement | FragmentationJudgement]:
+        """The verdicts that speak for themselves, of its fits and fragmentation markers."""
+        return [*self.fits, *self.fragmentations]
 
     def rank(self, number: int | None) -> RankMeasurement | None:
         """The measured rank of that number."""
@@ -73,6 +87,8 @@ class Measured:
             "name": self.name,
             "judgements": [j.to_json() for j in self.judged],
             "savings": [s.to_json() for s in self.savings],
+            "fits": [f.to_json() for f in self.fits],
+            "fragmentations": [f.to_json() for f in self.fragmentations],
             "measurement": self.measurement.to_json(),
         }
 
@@ -82,8 +98,13 @@ class Measured:
         measurement = Measurement.from_json(data["measurement"], source)
         judged = [Judged.from_json(j, source) for j in data["judgements"]]
         savings = [SavingJudgement.from_json(s, measurement, source) for s in data.get("savings", ())]
+        fits = [FitJudgement.from_json(f, f"{source}: fits") for f in data.get("fits", ())]
+        fragmentations = [
+            FragmentationJudgement.from_json(f, f"{source}: fragmentation") for f in data.get("fragmentations", ())
+        ]
         key = read_plain(str, data["key"], f"{source}: key")
-        return cls(key, read_plain(str | None, data["name"], f"{source}: name"), measurement, judged, savings)
+        name = read_plain(str | None, data["name"], f"{source}: name")
+        return cls(key, name, measurement, judged, savings, fits, fragmentations)
 
 
 @dataclass

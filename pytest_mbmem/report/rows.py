@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..fits import FitJudgement
+from ..fragmentation import FragmentationJudgement
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement
 from ..savings import SavingJudgement
@@ -33,12 +35,16 @@ def rows_of(test: TestResult) -> Iterator[Row]:
     """One for each verdict, or one without a verdict for a measurement that no gate judges."""
     for measured in test.measured:
         label = label_of(test.id, measured)
-        if not measured.judged and not measured.savings:
+        if not measured.is_judged:
             yield _without_verdict(label, measured.measurement)
         for judged in measured.judged:
             yield _with_verdict(label, measured.measurement, judged)
         for saving in measured.savings:
             yield _with_control(label, measured.measurement, saving)
+        for fit in measured.fits:
+            yield _on_gpu(label, measured.measurement, fit)
+        for fragmentation in measured.fragmentations:
+            yield _fragmented(label, measured.measurement, fragmentation)
 
 
 def label_of(nodeid: str, measured: Measured) -> str:
@@ -154,4 +160,36 @@ def _with_control(label: str, measurement: Measurement, judgement: SavingJudgeme
         rank=str(comparison.worst_after.rank),
         phase=comparison.phase_after,
         verdict=judgement.verdict,
+    )
+
+
+def _on_gpu(label: str, measurement: Measurement, judgement: FitJudgement) -> Row:
+    """Peak reserved against what PyTorch may have on the GPU that the marker names."""
+    failure, reserved = judgement.failure, judgement.reserved
+    return Row(
+        test=f"{label} {judgement.rule.gpu}",
+        device=f"virtual-{judgement.rule.gpu}" if measurement.device.virtual else judgement.rule.gpu,
+        baseline=f"<= {format_bytes(judgement.room)}" if judgement.outside else NOTHING,
+        measured=format_bytes(reserved) if reserved is not None else failure.kind if failure is not None else NOTHING,
+        rank=NOTHING if judgement.rank is None else str(judgement.rank),
+        phase=(failure.name if failure is not None else None) or judgement.phase or NOTHING,
+        verdict=judgement.verdict,
+    )
+
+
+def _fragmented(label: str, measurement: Measurement, judgement: FragmentationJudgement) -> Row:
+    row = Row(
+        test=f"{label} {judgement.rule.metric_id}",
+        device=measurement.device.key,
+        baseline=f"<= {judgement.rule.bound}",
+        measured=NOTHING,
+        rank=NOTHING if judgement.rank is None else str(judgement.rank),
+        phase=judgement.phase or NOTHING,
+        verdict=judgement.verdict,
+    )
+    if judgement.unused is None or judgement.fraction is None:
+        return row
+    as_size = judgement.rule.limit is not None
+    return dataclasses.replace(
+        row, measured=format_bytes(judgement.unused) if as_size else format_fraction(judgement.fraction)
     )

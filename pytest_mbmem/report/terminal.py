@@ -7,11 +7,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from .. import outside
 from ..baselines import clean_nodeid
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement
 from ..units import format_bytes, format_fraction
 from .comparisons import sweep_lines
+from .oom import headline as out_of_memory
+from .oom import message_lines
 from .results import Measured, Results
 from .rows import (
     Row,
@@ -24,7 +27,8 @@ from .rows import (
     sizes_of,
     worst_of,
 )
-from .text import GAP, exactly, printable, shortened, table
+from .splits import judged_lines
+from .text import GAP, exactly, printable, table
 
 if TYPE_CHECKING:
     from ..baselines import Change, Orphan
@@ -45,10 +49,12 @@ def failure_text(nodeid: str, measured: Measured, judgement: Judgement, to_paste
     lines += [f"  {name:<{width}}  {value}" for name, value in facts]
     failure = measured.measurement.failure
     if failure is not None:
-        lines += ["", *(f"  {line}" for line in shortened(failure.message))]
+        lines += ["", *message_lines(failure)]
     else:
         notes = [part for note in judgement.notes for part in _note_lines(note)]
         lines += ["", *notes] if notes else []
+        held = judged_lines(measured, judgement)
+        lines += ["", *held] if held else []
     advice = list(_advice(nodeid, judgement, to_paste))
     return "\n".join([*lines, "", *advice] if advice else lines)
 
@@ -69,6 +75,9 @@ def _headline(measured: Measured, judgement: Judgement) -> str:
     if verdict == "stale":
         return f"STALE: the baseline of {what} is of another recipe"
     if verdict == "out of memory":
+        failure = measured.measurement.failure
+        if failure is not None and failure.shortage is not None:
+            return out_of_memory(failure)
         return f"OUT OF MEMORY: the recipe does not fit {device.name}"
     return f"INVALID: {what} could not be measured"
 
@@ -181,8 +190,7 @@ def _notes(results: Results) -> Iterator[str]:
     tests: dict[str, list[str]] = {}
     for test in results.tests.values():
         for measured in test.measured:
-            ungated = not measured.judged and not measured.savings  # whose verdicts have these notes too
-            for note in measured.measurement.notes if ungated else ():
+            for note in () if measured.is_judged else measured.measurement.notes:  # verdicts have these notes too
                 tests.setdefault(note, []).append(label_of(test.id, measured))
             for judged in measured.judged:
                 for note in judged.judgement.notes if judged.judgement.passed else ():
@@ -192,6 +200,9 @@ def _notes(results: Results) -> Iterator[str]:
                     said = saving.comparison.explain()  # which has some of the notes
                     for note in (said, *(note for note in saving.notes if note not in said)):
                         tests.setdefault(note, []).append(label_of(test.id, measured))
+            for stated in measured.stated:
+                for note in (stated.explain(), *stated.notes) if stated.passed else ():
+                    tests.setdefault(note, []).append(label_of(test.id, measured))
     for note, (first, *more) in tests.items():
         yield f"note: {first}{f' and {len(more)} more' if more else ''}: {note}"
 
@@ -240,6 +251,8 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
         yield from _phase_table(worst)
         yield ""
         yield f"collectives in a step by group: {sizes_of(worst.collective_bytes)}"
+        if worst.outside:
+            yield f"outside PyTorch: {outside.text(worst.outside, list(worst.collective_bytes))}"
         if worst.allocation_retries:
             yield f"cudaMalloc failed and the cache was emptied {worst.allocation_retries} times"
     for note in measurement.notes:
@@ -252,7 +265,7 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
         place = f" in {failure.name}" if failure.name else ""
         yield ""
         yield f"FAILED: {failure.kind} on rank {failure.rank}{place}"
-        yield from (f"  {line}" for line in shortened(failure.message))
+        yield from message_lines(failure)
 
 
 def _rank_table(ranks: Sequence[RankMeasurement]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import re
 from collections.abc import Callable, Mapping
@@ -27,6 +28,7 @@ class Gpu:
     name: str  # "NVIDIA H100 80GB HBM3"
     capacity: int  # what cudaMemGetInfo calls total
     context_bytes: int  # of the capacity, taken by each process that uses the GPU; an assumption
+    nccl_per_communicator: int = 2**27  # that NCCL takes for a process group; an estimate, of NVLink (see gpus.yaml)
     compute_capability: tuple[int, int]
     sm_count: int
     threads_per_sm: int
@@ -43,28 +45,23 @@ class Gpu:
 
 
 def load_gpus(extra: Path | None = None) -> dict[str, Gpu]:
-    """All known GPUs by key: the built-in ones and those of the file `extra`.
+    """All known GPUs by key: the built-in ones and those of the file `extra`, which may state assumptions anew.
 
     Raises `UserError` that names file, line, key, value and what is allowed for anything wrong in the file.
     """
-    gpus = _read(BUILT_IN)
-    if extra is not None:
-        own = _read(extra)
-        taken = sorted(set(own) & set(gpus))
-        if taken:
-            raise UserError(f"{extra}: {taken[0]} is built in; give your GPU another name")
-        gpus |= own
-    return gpus
+    gpus = _read(BUILT_IN, {})
+    return gpus if extra is None else gpus | _read(extra, gpus)
 
 
-def _read(path: Path) -> dict[str, Gpu]:
+def _read(path: Path, known: Mapping[str, Gpu]) -> dict[str, Gpu]:
+    """The GPUs of a file; `known` are those that its own may be like."""
     data, lines = read_yaml(path)
     if not isinstance(data, Mapping) or not data:
         raise UserError(f"{path}: must hold GPUs by name, each with the keys {', '.join(_READERS)}")
-    return {str(key): _gpu(str(key), values, path, lines) for key, values in data.items()}
+    return {str(key): _gpu(str(key), values, path, lines, known) for key, values in data.items()}
 
 
-def _gpu(key: str, values: object, path: Path, lines: Mapping[str, int]) -> Gpu:
+def _gpu(key: str, values: object, path: Path, lines: Mapping[str, int], known: Mapping[str, Gpu]) -> Gpu:
     def where(name: str = "") -> str:
         dotted = f"{key}.{name}" if name else key
         line = lines.get(dotted)
@@ -74,16 +71,29 @@ def _gpu(key: str, values: object, path: Path, lines: Mapping[str, int]) -> Gpu:
         raise UserError(f"{where()}: a GPU's name is made of lower-case letters, digits, '-' and '.'")
     if not isinstance(values, Mapping):
         raise UserError(f"{where()}: {values!r} is not a GPU; it needs the keys {', '.join(_READERS)}")
+    allowed = [*_READERS, *(["like"] if known else [])]
     for name in values:
-        if name not in _READERS:
-            close = difflib.get_close_matches(str(name), _READERS, 1)
+        if name not in allowed:
+            close = difflib.get_close_matches(str(name), allowed, 1)
             hint = f" (did you mean {close[0]}?)" if close else ""
-            raise UserError(f"{where(str(name))}: unknown key{hint}; allowed are {', '.join(_READERS)}")
-    missing = [name for name in _READERS if name not in values]
-    if missing:
-        raise UserError(f"{where()}: lacks {', '.join(missing)}")
-    fields = {name: read(values[name], where(name)) for name, read in _READERS.items()}
-    gpu = Gpu(key=key, context_bytes=fields.pop("context"), **fields)
+            raise UserError(f"{where(str(name))}: unknown key{hint}; allowed are {', '.join(allowed)}")
+    fields = {name: read(values[name], where(name)) for name, read in _READERS.items() if name in values}
+    if "context" in fields:
+        fields["context_bytes"] = fields.pop("context")
+    if key in known and (values.get("like") != key or set(values) - {"like", *_ASSUMED}):
+        raise UserError(
+            f"{where()}: is built in; give your GPU another name, or write like: {key} and no other keys than "
+            f"{', '.join(_ASSUMED)}"
+        )
+    if "like" in values:
+        if not isinstance(values["like"], str) or values["like"] not in known:
+            raise UserError(f"{where('like')}: {values['like']!r} is not one of {', '.join(known)}")
+        gpu = dataclasses.replace(known[values["like"]], key=key, **fields)
+    else:
+        missing = [name for name in _READERS if name not in values and name != "nccl_per_communicator"]
+        if missing:
+            raise UserError(f"{where()}: lacks {', '.join(missing)}" + (", or like: NAME" if known else ""))
+        gpu = Gpu(key=key, **fields)
     if gpu.usable <= 0:
         raise UserError(
             f"{where('context')}: {gpu.context_bytes} bytes leave nothing of the capacity of {gpu.capacity} bytes"
@@ -131,10 +141,14 @@ def _capability(value: object, where: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+_ASSUMED = ("context", "nccl_per_communicator")
+"""What may be stated anew for a built-in GPU: it stays the same one, and so its baselines do."""
+
 _READERS: dict[str, Callable[[object, str], Any]] = {
     "name": _name,
     "capacity": _size(2**30, MOST_BYTES),
     "context": _size(0, MOST_BYTES),
+    "nccl_per_communicator": _size(0, MOST_BYTES),
     "compute_capability": _capability,
     "sm_count": _whole(1, 1024),
     "threads_per_sm": _whole(1024, 4096),

@@ -103,7 +103,7 @@ def test_the_allocator_follows_the_recipe_and_not_the_callers_shell(
     assert expandable.peak("reserved") < plain.peak("reserved")
 
 
-@pytest.mark.parametrize("settings", ["nonsense:1", "expandable_segments:Maybe", "max_split_size_mb:1"])
+@pytest.mark.parametrize("settings", ["nonsense:1", "max_non_split_rounding_mb:1", "max_split_size_mb:1"])
 def test_allocator_settings_that_pytorch_refuses_are_named(
     launcher: Launcher, small_recipe: Recipe, settings: str
 ) -> None:

@@ -183,13 +183,23 @@ def test_watching_leaves_garbage_collection_and_the_history_as_they_were() -> No
 
     import torch
 
+    def events() -> int:
+        return len(torch.cuda.memory._snapshot()["device_traces"][0])
+
+    def an_empty_tensor_is_recorded() -> bool:
+        before = events()
+        torch.empty(1, device="cuda")
+        return events() > before + 1  # a snapshot is an event too
+
+    kept = [torch.empty(1, device="cuda")]  # CUDA has started
     assert gc.isenabled()
-    growth.watch(lambda: None)
+    assert an_empty_tensor_is_recorded()  # what the peak of this test is made of
+    before = events()
+    assert not growth.watch(lambda: kept.append(torch.empty(2**20, device="cuda"))).passed
     assert gc.isenabled()
     assert not gc.garbage
-    before = len(torch.cuda.memory._snapshot()["device_traces"][0])
-    torch.empty(1, device="cuda")
-    assert len(torch.cuda.memory._snapshot()["device_traces"][0]) == before
+    assert events() > before
+    assert an_empty_tensor_is_recorded()
 
 
 def test_a_saved_tensor_that_a_hook_packed_is_not_unpacked() -> None:

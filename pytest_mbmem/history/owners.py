@@ -1,0 +1,369 @@
+"""Who held the allocated bytes: from the events of the allocator's history to owners, by category, module and line.
+
+What a piece of memory was for is told by, in this order:
+
+1. its identity, stamped on it by `measure.recording`: parameters, gradients, main gradients, optimizer state, buffers;
+2. cuBLAS giving it back as a workspace when the run is over;
+3. the code that asked for it: receive buffers of pipeline stages, Megatron's global buffer, the loss;
+4. its lifetime: made in a forward pass and freed by a backward or later, it is an activation; made in the optimizer and
+   kept, its state; freed where it was made, temporary.
+
+What has no stamp, and no line of Python either, is unattributed, and so is what only its line is known of.
+
+Bytes are those that were asked for; what the allocator handed out beyond is "rounding": blocks are multiples of 512
+bytes (kMinBlockSize), and a large block that has less than 1 MiB left over is not split (CUDACachingAllocator.cpp).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from ..measurement import CATEGORIES, Category, Composition, Owner, PhaseFigures, place
+from .stamps import WORKSPACES, Identity, Mode, read_identity, read_stamp
+
+ROUNDING, UNATTRIBUTED = Owner("rounding"), Owner("unattributed")
+
+_BLOCK = 512
+_UNSPLIT = 2**20
+_POINTS = 120
+"""Of a timeline, each the highest level of an equal share of the events."""
+
+_Event = Mapping[str, Any]
+
+
+Fate = Literal["kept", "freed there", "freed later", "workspace"]
+
+
+@dataclass(slots=True)
+class Block:
+    """A piece of memory from its allocation to its being freed; `made` and `freed` are indices of events."""
+
+    size: int  # as asked for
+    rounded: int  # what the allocator takes at least
+    made: int
+    module: str
+    mode: Mode | None  # None: without a stamp
+    phase: int  # index of the phase it was made in
+    serial: int
+    frames: Sequence[Mapping[str, Any]]
+    freed: int = -1
+    fate: Fate = "kept"
+    identities: list[Identity] | None = None
+    parts: Sequence[tuple[int, int]] = ()  # its owners, by number, and their bytes
+
+
+@dataclass
+class History:
+    """What `attribute` found. Levels are rounded bytes."""
+
+    blocks: list[Block]
+    phases: list[tuple[int, str]]  # step and phase, in the order of their first event
+    peaks: list[int]  # index of the event after which each phase was at its highest; -1: before its first
+    peak: int  # the highest level of all
+    peak_event: int
+    unknown: int  # bytes that were freed without having been allocated here
+    _points: list[int]  # events of the timeline
+    _begins: list[tuple[int, int]]  # the event from which on a phase, by its index, runs
+    _events: int = 0
+    _owners: list[Owner] = field(default_factory=list)
+    _held: dict[int, list[int]] = field(default_factory=dict)  # event -> bytes by owner
+    _most_rounding: dict[int, int] = field(default_factory=dict)  # event -> bytes
+
+    @cached_property
+    def owners(self) -> list[Owner]:
+        """Of all blocks."""
+        self._attribute()
+        return self._owners
+
+    @property
+    def largest(self) -> tuple[int, Owner | None]:
+        """Bytes of the largest single allocation, and whose it is; 0 and None if there was none."""
+        if not self.blocks:
+            return 0, None
+        largest = max(self.blocks, key=lambda block: block.size)
+        return largest.size, self.owners[largest.parts[0][0]]
+
+    @property
+    def at_peak(self) -> dict[Owner, int]:
+        """Bytes by owner at the highest level of all, the largest first."""
+        owners = self.owners
+        held = {owner: size for owner, size in zip(owners, self._held[self.peak_event], strict=True) if size}
+        held[ROUNDING] = self.peak - sum(held.values())
+        return dict(sorted(held.items(), key=lambda pair: -pair[1]))
+
+    def phase_at(self, event: int) -> str:
+        """Name of the phase that ran then; empty without stamps."""
+        return next((place(*self.phases[phase]) for begin, phase in reversed(self._begins) if begin <= event), "")
+
+    def composition(self, phases: Sequence[PhaseFigures]) -> Composition:
+        """Of measured phases, whose peaks are what the allocator itself counted."""
+        owners = [*self.owners, ROUNDING, UNATTRIBUTED]
+        index = {key: i for i, key in enumerate(self.phases)}
+        at_peaks = []
+        for figures in phases:
+            held, most = [0] * len(self.owners), 0
+            if (i := index.get((figures.step, figures.phase))) is not None:
+                held, most = self._held[self.peaks[i]], self._most_rounding[self.peaks[i]]
+            beyond = figures.peak["allocated"] - sum(held)
+            at_peaks.append((*held, min(beyond, most), max(0, beyond - most)))
+        used = [o for o in range(len(owners)) if any(held[o] for held in at_peaks)]
+        measured = {(figures.step, figures.phase): i for i, figures in enumerate(phases)}
+        return Composition(
+            owners=tuple(owners[o] for o in used),
+            at_peaks=tuple(tuple(held[o] for o in used) for held in at_peaks),
+            timeline=tuple(self._timeline(measured)),
+        )
+
+    def _timeline(self, phases: Mapping[tuple[int, str], int]) -> Iterable[tuple[int, ...]]:
+        categories = {name: i for i, name in enumerate(CATEGORIES)}
+        begins = iter([*self._begins, (self._events, -1)])
+        phase, (coming, following) = -1, next(begins)
+        for event in self._points:
+            while event >= coming:
+                phase = following
+                coming, following = next(begins)
+            sums = [0] * len(CATEGORIES)
+            for owner, size in zip(self.owners, self._held[event], strict=True):
+                sums[categories[owner.category]] += size
+            if phase >= 0 and self.phases[phase] in phases:
+                yield phases[self.phases[phase]], *sums
+
+    def _attribute(self) -> None:
+        """Find each block's owner, and what all of them held at the events that are asked for."""
+        numbers: dict[tuple[Category, str, str], int] = {}
+        names: list[set[str]] = []
+
+        def number(category: Category, module: str, line: str) -> int:
+            found = numbers.setdefault((category, fold(module), line), len(numbers))
+            if found == len(names):
+                names.append(set())
+            names[found].add(module)
+            return found
+
+        lines = _Lines()
+        with_logits = any(block.module.endswith("output_layer") for block in self.blocks)
+        alike: dict[object, int] = {}  # what decides on an owner -> its number
+        for block in self.blocks:
+            line = lines.of(block.frames)
+            if block.identities:
+                block.parts = [(number(c, module, line), size) for c, module, size in _identified(block)]
+                continue
+            key = (block.module, block.mode, block.phase, block.fate, line)
+            if key not in alike or line.endswith(_GLOBAL_BUFFER):  # whose callers decide
+                phase = self.phases[block.phase][1] if block.phase >= 0 else ""
+                alike[key] = number(_category(block, phase, line, with_logits), block.module, line)
+            block.parts = ((alike[key], block.size),)
+        self._owners = [Owner(*key, modules=len(names[found])) for key, found in numbers.items()]
+        at: list[Block | None] = [None] * self._events
+        for block in self.blocks:
+            at[block.made] = block
+            if block.freed >= 0:
+                at[block.freed] = block
+        held, rounding, event = [0] * len(self._owners), 0, -1
+        for wanted in sorted({*self.peaks, *self._points, self.peak_event}):
+            while event < wanted:
+                event += 1
+                if (changed := at[event]) is not None:
+                    sign = 1 if changed.made == event else -1
+                    for owner, size in changed.parts:
+                        held[owner] += sign * size
+                    unsplit = _UNSPLIT if changed.size > _UNSPLIT else 0
+                    rounding += sign * (changed.rounded - changed.size + unsplit)
+            self._held[wanted] = held.copy()
+            self._most_rounding[wanted] = rounding
+
+
+def attribute(events: Sequence[_Event]) -> History:
+    """Owners and levels of the events of one device, in PyTorch's form.
+
+    Blocks that were there before the first event have no owner here: their bytes are in `unknown` once they are freed.
+    """
+    alive: dict[int, Block] = {}
+    blocks: list[Block] = []
+    phases: list[tuple[int, str]] = []
+    index_of: dict[tuple[int, str], int] = {}
+    peaks: list[int] = []
+    levels: list[int] = []
+    begins: list[tuple[int, int]] = []
+    points: list[int] = []
+    level = peak = unknown = 0
+    peak_event = -1
+    serial, phase = -1, -1
+    last, module, mode = "", "", cast("Mode | None", None)  # of the stamp that was met last
+    bucket_end, bucket_best, bucket_level = 0, -1, -1
+    for i, event in enumerate(events):
+        text = event.get("user_metadata") or ""
+        if text != last:
+            last, stamp = text, read_stamp(text)
+            if stamp is not None and stamp.serial > serial:
+                serial = stamp.serial
+                key = (stamp.step, stamp.phase)
+                phase = index_of.setdefault(key, len(phases))
+                if phase == len(phases):
+                    phases.append(key)
+                    peaks.append(i - 1)
+                    levels.append(level)
+                begins.append((i, phase))
+                if level > levels[phase]:
+                    levels[phase], peaks[phase] = level, i - 1
+            if stamp is not None and stamp.serial == serial:
+                module, mode = stamp.module, stamp.mode
+            else:  # of a thread that lags behind: autograd's, before it comes to a module
+                module, mode = "", "backward" if serial >= 0 else None
+        action = event["action"]
+        if action == "alloc":
+            size = event["size"]
+            rounded = -(-size // _BLOCK) * _BLOCK
+            block = Block(size, rounded, i, module, mode, phase, serial, event.get("frames") or ())
+            alive[event["addr"]] = block
+            blocks.append(block)
+            level += rounded
+            if phase >= 0 and level > levels[phase]:
+                levels[phase], peaks[phase] = level, i
+            if level > peak:
+                peak, peak_event = level, i
+        elif action == "free_requested":
+            freed = alive.pop(event["addr"], None)
+            if freed is None:
+                unknown += event["size"]
+            else:
+                level -= freed.rounded
+                freed.freed = i
+                if text == WORKSPACES:
+                    freed.fate = "workspace"
+                else:
+                    later = serial > freed.serial or (mode == "backward" and freed.mode != "backward")
+                    freed.fate = "freed later" if later else "freed there"
+        elif action == "annotate":
+            holder, identity = alive.get(event["addr"]), read_identity(text)
+            if holder is not None and identity is not None and identity.category in CATEGORIES:
+                holder.identities = [*(holder.identities or ()), identity]
+        if level > bucket_level:
+            bucket_best, bucket_level = i, level
+        if i >= bucket_end:
+            points.append(bucket_best)
+            bucket_end, bucket_level = i + max(1, len(events) // _POINTS), -1
+    return History(
+        blocks=blocks,
+        phases=phases,
+        peaks=peaks,
+        peak=peak,
+        peak_event=peak_event,
+        unknown=unknown,
+        _points=points,
+        _begins=begins,
+        _events=len(events),
+    )
+
+
+def _identified(block: Block) -> Iterable[tuple[Category, str, int]]:
+    """Category, module and bytes of each tensor in a block."""
+    left = block.size
+    assert block.identities
+    # Of a tensor that became another thing (a gradient that is added up in place), the last word counts.
+    category = cast(Category, block.identities[-1].category)
+    named = {i.name: i for i in block.identities if i.category == category and i.name}
+    for identity in named.values():
+        size = min(identity.size, left)
+        left -= size
+        yield category, identity.module, size
+    if left:
+        yield category, "", left
+
+
+_GLOBAL_BUFFER = "(get_tensor)"
+"""Megatron's global memory buffer (megatron/core/utils.py), which is handed out to whoever asks for it."""
+
+
+def _category(block: Block, phase: str, line: str, with_logits: bool) -> Category:
+    """By fate and by code; `with_logits`: the model has an output layer."""
+    if block.fate == "workspace":
+        return "workspaces"
+    if (told := _by_code(block, line, with_logits)) is not None:
+        return told
+    if block.mode is None or not (line or block.module):
+        return "unattributed"
+    if block.fate == "kept":
+        if phase == "optimizer":
+            return "optimizer state"
+        return "activations" if block.module and block.mode != "backward" else "buffers"
+    if block.mode == "backward" or phase in ("build", "grad-sync", "optimizer"):
+        return "temporaries"
+    return "activations" if block.fate == "freed later" else "temporaries"
+
+
+def _by_code(block: Block, line: str, with_logits: bool) -> Category | None:
+    """What the place in Megatron Core says (0.16 to 0.19); None where it says nothing."""
+    if "/p2p_communication.py:" in line:
+        return "communication buffers"
+    if "/te_equivalents.py:" in line:
+        return "workspaces"
+    if "megatron/core/utils.py:" in line and line.endswith(_GLOBAL_BUFFER):
+        callers = [f["filename"].rpartition("/")[2] for f in block.frames[:12]]
+        return "workspaces" if any("attention" in file for file in callers) else "communication buffers"
+    if "/mappings.py:" in line:
+        brief = block.fate == "freed there" or block.mode == "backward"
+        return "communication buffers" if brief else None
+    if "cross_entropy" in line or (block.module.endswith("output_layer") and block.mode != "backward"):
+        return "logits"
+    # Between the loss and the output layer, where autograd's own nodes run.
+    if with_logits and block.module.endswith("Model") and block.mode == "backward" and not line:
+        return "logits"
+    return "main gradients" if "/param_and_grad_buffer.py:" in line else None
+
+
+# Names ----------------------------------------------------------------------------------------------------------------
+
+
+@cache
+def fold(module: str) -> str:
+    """The name with each number written as *: what repeated layers have in common."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
+
+
+class _Lines:
+    """Lines of stacks whose frames live as long as this; PyTorch makes one object for each frame that occurs."""
+
+    def __init__(self) -> None:
+        self._texts: dict[int, str] = {}
+
+    def of(self, frames: Sequence[Mapping[str, Any]]) -> str:
+        for frame in frames:
+            text = self._texts.get(id(frame))
+            if text is None:
+                file = _shown(frame["filename"])
+                text = f"{file}:{frame['line']} ({frame['name']})" if file is not None else ""
+                self._texts[id(frame)] = text
+            if text:
+                return text
+        return ""
+
+
+def line_of(frames: Sequence[Mapping[str, Any]]) -> str:
+    """The innermost line that is not PyTorch's, as in "megatron/core/transformer/moe/router.py:123 (routing)"."""
+    return _Lines().of(frames)
+
+
+@cache
+def _shown(file: str) -> str | None:
+    """A file's name for people: as it is imported, or from where pytest runs. None for PyTorch's own and no Python."""
+    if not file.endswith(".py"):
+        return None
+    installed = re.search(r"/(?:site|dist)-packages/(.*)", file)
+    name = installed[1] if installed else file
+    if name.startswith("torch/") or re.search(r"/torch/(nn|_\w+|utils|autograd|cuda|distributed|optim)/", name):
+        return None
+    if "pytest_mbmem/measure/" in name:  # what records this
+        return None
+    if installed:
+        return name
+    for package in ("megatron/core/", "megatron/bridge/", "megatron/training/", "transformer_engine/", "pytest_mbmem/"):
+        if (at := name.rfind(f"/{package}")) >= 0:
+            return name[at + 1 :]
+    path = Path(file)
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else "/".join(path.parts[-2:])

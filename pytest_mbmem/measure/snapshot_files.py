@@ -1,0 +1,42 @@
+"""In a worker: writes PyTorch's memory snapshots, which `python -m torch.cuda._memory_viz` reads."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def write_snapshot(snapshot: Mapping[str, Any], file: Path) -> None:
+    """Write it whole or not at all. Raises `OSError`."""
+    part = file.with_name(f".{file.name}.{os.getpid()}.part")
+    collecting = gc.isenabled()
+    gc.disable()  # there may be millions of objects, none of which is garbage
+    try:
+        with part.open("wb") as stream:
+            pickle.dump(snapshot, stream)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+        if collecting:
+            gc.enable()
+
+
+def problem_of(error: OSError, file: Path) -> str:
+    """Why the file could not be written."""
+    return f"{file}: cannot be written ({error.strerror or error})"
+
+
+def run_and_write(file: str, recipe: dict[str, Any], rank: int, virtual: bool) -> str | None:
+    """Run a recipe's rank as it is measured, and leave its snapshot in the file. Returns why there is none, or None."""
+    from .worker import measure_rank
+
+    try:
+        measured = measure_rank(recipe, rank, {}, 1, virtual, snapshot=file)
+    except OSError as error:
+        return problem_of(error, Path(file))
+    refused = measured["rank"] is None
+    return f"rank {rank} did not run again: {measured['failure']['message']}" if refused else None

@@ -1,0 +1,155 @@
+"""The snapshot files of a session, in PyTorch's format: of every measured rank, or of the one that failed a gate.
+
+In the pytest process, which imports no torch: a rank is run once more for its snapshot, which is the same run on a
+virtual GPU. A test that runs whole in a worker leaves the snapshot of its own run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .errors import OutOfMemory, UserError
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    import pytest
+
+    from .measure.launch import Launcher
+    from .measurement import Measurement
+    from .report.results import Measured
+    from .session import Run
+
+_OF_MEMORY = ("regression", "out of memory", "fragmented")
+"""Verdicts that a snapshot says more of."""
+
+_LONGEST_NAME = 120
+
+
+class _Failed(NamedTuple):
+    """What failed a gate."""
+
+    measured: Measured
+    rank: int
+    launcher: Launcher | None  # None: in a worker, which has run it itself
+
+
+class Snapshots:
+    """Of one pytest process."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    @cached_property
+    def folder_of_failures(self) -> Path | None:
+        """Where those of failed gates go; None where there is no place for them."""
+        if self._run.options.snapshots is not None:
+            return self._run.options.snapshots
+        if self._run.worker is not None:
+            return self._run.worker.snapshots_folder
+        cache = getattr(self._run.config, "cache", None)  # absent with -p no:cacheprovider
+        return None if cache is None else Path(cache.mkdir("mbmem-snapshots"))
+
+    def write(self, name: str, measurement: Measurement) -> None:
+        """With --mbmem-snapshots: every rank's, in files named after `name`.
+
+        Raises `UserError` if one cannot be written.
+        """
+        folder, worker = self._run.options.snapshots, self._run.worker
+        if folder is None or not measurement.ranks or (worker is not None and worker.snapshot is None):
+            return
+        files = {rank.rank: folder / _file_name(name, rank.rank) for rank in measurement.ranks}
+        problems = self._write(measurement, files, None if worker is not None else self._run.launcher)
+        if problems:
+            raise UserError(f"--mbmem-snapshots: {'; '.join(problems.values())}")
+
+    def of_failure(self, item: pytest.Item, measured: Sequence[Measured], error: BaseException) -> str:
+        """Write those of the gates that failed a test, and say where they are; empty if no gate of memory did."""
+        failed = [] if self._run.options.host else list(self._failed(measured, error))
+        if not failed:
+            return ""
+        folder = self.folder_of_failures
+        if folder is None:
+            return "no memory snapshot: pytest runs without its cache; name a folder with --mbmem-snapshots DIR"
+        lines = []
+        for one in failed:
+            file = folder / _file_name(measurement_name(item, measured, one.measured), one.rank)
+            problem = None
+            written = self._run.options.snapshots is not None and file.exists()
+            if not written or one.launcher not in (None, self._run.launcher):
+                problem = self._write(one.measured.measurement, {one.rank: file}, one.launcher).get(one.rank)
+            shown = os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
+            lines.append(
+                f"no memory snapshot: {problem}" if problem else f"memory snapshot of rank {one.rank}: {shown}"
+            )
+            if not problem:
+                lines.append(f"  mbmem snapshot {shlex.quote(shown)}")
+        return "\n".join(lines)
+
+    def _failed(self, measured: Sequence[Measured], error: BaseException) -> Iterator[_Failed]:
+        own = None if self._run.worker is not None else self._run.launcher
+        for one in measured:
+            judgements = [j.judgement for j in one.judged if not j.passed] + [*one.fragmentations]
+            ranks = [j.rank for j in judgements if j.verdict in _OF_MEMORY and j.rank is not None]
+            failure = one.measurement.failure
+            if isinstance(error, OutOfMemory) or type(error).__name__ == "OutOfMemoryError":
+                ranks += [failure.rank] if failure is not None and failure.kind == "out of memory" else []
+            if ranks:
+                yield _Failed(one, ranks[0], own)
+                continue
+            for fit in one.fits:
+                if fit.verdict not in ("starved", "out of memory") or fit.rank is None:
+                    continue
+                gpu = self._run.gpus[fit.rule.gpu]
+                if fit.reserved is not None:  # it fits alone, and not beside the rest
+                    gpu = replace(gpu, capacity=fit.room + gpu.context_bytes)
+                if gpu.usable > 0:
+                    yield _Failed(one, fit.rank, own and own.on(gpu))
+                    break
+
+    def _write(self, measurement: Measurement, files: Mapping[int, Path], launcher: Launcher | None) -> dict[int, str]:
+        """Write the snapshots of ranks. Returns the problem of each that could not be written."""
+        try:
+            for file in files.values():
+                file.parent.mkdir(exist_ok=True)
+        except OSError as error:
+            return {rank: f"{file.parent}: cannot be made ({error.strerror})" for rank, file in files.items()}
+        if launcher is None:
+            assert self._run.worker is not None
+            return {rank: problem for rank, file in files.items() if (problem := self._run.worker.leave_snapshot(file))}
+        from .measure.launch import recipe_environment
+
+        recipe = Recipe.from_dict(measurement.recipe, "recipe")
+        calls = [_call(measurement, rank, file) for rank, file in files.items()]
+        results = launcher.call_all(calls, recipe_environment(recipe), launcher.timeout)
+        problems = {
+            rank: result.message.strip().splitlines()[-1] if result.failure is not None else result.value
+            for rank, result in zip(files, results, strict=True)
+        }
+        return {rank: problem for rank, problem in problems.items() if problem}
+
+
+def _call(measurement: Measurement, rank: int, file: Path) -> tuple[str, dict[str, Any]]:
+    arguments = {"file": str(file), "recipe": measurement.recipe, "rank": rank, "virtual": measurement.device.virtual}
+    return "pytest_mbmem.measure.snapshot_files:run_and_write", arguments
+
+
+def measurement_name(item: pytest.Item, measured: Sequence[Measured], one: Measured) -> str:
+    """Of one that a test made: node id, the name that it was given, and its number if there are several of it."""
+    alike = [other for other in measured if other.key == one.key]
+    number = next(i for i, other in enumerate(alike) if other is one)
+    return f"{item.nodeid.partition('::')[0]}::{one.key}" + (f" {number + 1}" if number else "")
+
+
+def _file_name(name: str, rank: int) -> str:
+    """Readable, on any file system, and no other's."""
+    readable = re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("._-")[-_LONGEST_NAME:]
+    digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:8]
+    return f"{readable}-{digest}-rank{rank}.pickle"
