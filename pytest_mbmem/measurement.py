@@ -82,6 +82,7 @@ class Owner:
     module: str = ""  # "decoder.layers.*.mlp.linear_fc1"; empty where none was running
     line: str = ""  # that allocated, as in "megatron/core/tensor_parallel/layers.py:744 (forward)"; empty: not Python
     modules: int = 1  # that are folded into the name
+    phase: str = ""  # in which it was allocated, as in `PHASES`; empty where that is not known
 
 
 @dataclass(frozen=True)

@@ -128,12 +128,12 @@ def _least(split: Split) -> int:
 
 def _place(line: str) -> str:
     """File and function of a line; of the file its folder and name, which are short and stay when packages move."""
-    return "/".join(_LINE_NUMBER.sub("", line).split("/")[-2:])
+    return "/".join(_LINE_NUMBER.sub("", line).split("/")[-2:]).strip()
 
 
 def _text(name: str) -> str:
-    """As a file can hold it; "@" separates names there."""
-    return name.encode("utf-8", "backslashreplace").decode().replace("@", "_")
+    """As a file can hold it, where "@" and spaces around it separate names."""
+    return name.encode("utf-8", "backslashreplace").decode().replace("@", "_").strip()
 
 
 # What grew ------------------------------------------------------------------------------------------------------------

@@ -66,7 +66,6 @@ class History:
     peaks: list[int]  # index of the event after which each phase was at its highest; -1: before its first
     peak: int  # the highest level of all
     peak_event: int
-    unknown: int  # bytes that were freed without having been allocated here
     _points: list[int]  # events of the timeline
     _begins: list[tuple[int, int]]  # the event from which on a phase, by its index, runs
     _events: int = 0
@@ -93,7 +92,7 @@ class History:
         """Bytes by owner at the highest level of all, the largest first."""
         owners = self.owners
         held = {owner: size for owner, size in zip(owners, self._held[self.peak_event], strict=True) if size}
-        held[ROUNDING] = self.peak - sum(held.values())
+        held[ROUNDING] = held.get(ROUNDING, 0) + self.peak - sum(held.values())
         return dict(sorted(held.items(), key=lambda pair: -pair[1]))
 
     def phase_at(self, event: int) -> str:
@@ -102,15 +101,20 @@ class History:
 
     def composition(self, phases: Sequence[PhaseFigures]) -> Composition:
         """Of measured phases, whose peaks are what the allocator itself counted."""
-        owners = [*self.owners, ROUNDING, UNATTRIBUTED]
+        own = self.owners
+        # a piece of memory may have neither module nor line
+        owners = [*own, *(owner for owner in (ROUNDING, UNATTRIBUTED) if owner not in own)]
+        rounding, unattributed = owners.index(ROUNDING), owners.index(UNATTRIBUTED)
         index = {key: i for i, key in enumerate(self.phases)}
         at_peaks = []
         for figures in phases:
-            held, most = [0] * len(self.owners), 0
+            held, most = [0] * len(owners), 0
             if (i := index.get((figures.step, figures.phase))) is not None:
-                held, most = self._held[self.peaks[i]], self._most_rounding[self.peaks[i]]
+                held[: len(own)], most = self._held[self.peaks[i]], self._most_rounding[self.peaks[i]]
             beyond = figures.peak["allocated"] - sum(held)
-            at_peaks.append((*held, min(beyond, most), max(0, beyond - most)))
+            held[rounding] += min(beyond, most)
+            held[unattributed] += max(0, beyond - most)
+            at_peaks.append(tuple(held))
         used = [o for o in range(len(owners)) if any(held[o] for held in at_peaks)]
         measured = {(figures.step, figures.phase): i for i, figures in enumerate(phases)}
         return Composition(
@@ -135,11 +139,11 @@ class History:
 
     def _attribute(self) -> None:
         """Find each block's owner, and what all of them held at the events that are asked for."""
-        numbers: dict[tuple[Category, str, str], int] = {}
+        numbers: dict[tuple[Category, str, str, str], int] = {}
         names: list[set[str]] = []
 
-        def number(category: Category, module: str, line: str) -> int:
-            found = numbers.setdefault((category, fold(module), line), len(numbers))
+        def number(category: Category, module: str, line: str, phase: str) -> int:
+            found = numbers.setdefault((category, fold(module), line, phase), len(numbers))
             if found == len(names):
                 names.append(set())
             names[found].add(module)
@@ -150,15 +154,18 @@ class History:
         alike: dict[object, int] = {}  # what decides on an owner -> its number
         for block in self.blocks:
             line = lines.of(block.frames)
+            phase = self.phases[block.phase][1] if block.phase >= 0 else ""
             if block.identities:
-                block.parts = [(number(c, module, line), size) for c, module, size in _identified(block)]
+                block.parts = [(number(c, module, line, phase), size) for c, module, size in _identified(block)]
                 continue
             key = (block.module, block.mode, block.phase, block.fate, line)
             if key not in alike or line.endswith(_GLOBAL_BUFFER):  # whose callers decide
-                phase = self.phases[block.phase][1] if block.phase >= 0 else ""
-                alike[key] = number(_category(block, phase, line, with_logits), block.module, line)
+                alike[key] = number(_category(block, phase, line, with_logits), block.module, line, phase)
             block.parts = ((alike[key], block.size),)
-        self._owners = [Owner(*key, modules=len(names[found])) for key, found in numbers.items()]
+        self._owners = [
+            Owner(category, module, line, len(names[found]), phase)
+            for (category, module, line, phase), found in numbers.items()
+        ]
         at: list[Block | None] = [None] * self._events
         for block in self.blocks:
             at[block.made] = block
@@ -181,7 +188,7 @@ class History:
 def attribute(events: Sequence[_Event]) -> History:
     """Owners and levels of the events of one device, in PyTorch's form.
 
-    Blocks that were there before the first event have no owner here: their bytes are in `unknown` once they are freed.
+    Blocks that were there before the first event are not known of here.
     """
     alive: dict[int, Block] = {}
     blocks: list[Block] = []
@@ -191,7 +198,7 @@ def attribute(events: Sequence[_Event]) -> History:
     levels: list[int] = []
     begins: list[tuple[int, int]] = []
     points: list[int] = []
-    level = peak = unknown = 0
+    level = peak = 0
     peak_event = -1
     serial, phase = -1, -1
     last, module, mode = "", "", cast("Mode | None", None)  # of the stamp that was met last
@@ -229,9 +236,7 @@ def attribute(events: Sequence[_Event]) -> History:
                 peak, peak_event = level, i
         elif action == "free_requested":
             freed = alive.pop(event["addr"], None)
-            if freed is None:
-                unknown += event["size"]
-            else:
+            if freed is not None:
                 level -= freed.rounded
                 freed.freed = i
                 if text == WORKSPACES:
@@ -248,13 +253,14 @@ def attribute(events: Sequence[_Event]) -> History:
         if i >= bucket_end:
             points.append(bucket_best)
             bucket_end, bucket_level = i + max(1, len(events) // _POINTS), -1
+    if bucket_level >= 0:
+        points.append(bucket_best)
     return History(
         blocks=blocks,
         phases=phases,
         peaks=peaks,
         peak=peak,
         peak_event=peak_event,
-        unknown=unknown,
         _points=points,
         _begins=begins,
         _events=len(events),

@@ -7,6 +7,7 @@ event of its own ("annotate"), so they are part of every snapshot file.
 from __future__ import annotations
 
 import functools
+import re
 from typing import Literal, NamedTuple
 
 Mode = Literal["forward", "backward", "recompute"]
@@ -48,7 +49,7 @@ WORKSPACES = "mbmem-workspaces"
 def read_stamp(text: str) -> Stamp | None:
     """The stamp that a text is, or None."""
     parts = text.split("|", 5)
-    if len(parts) != 6 or parts[0] != "mbmem" or not (parts[1].isdigit() and parts[2].isdigit()):
+    if len(parts) != 6 or parts[0] != "mbmem" or not (_is_number(parts[1]) and _is_number(parts[2])):
         return None
     if parts[4] not in ("forward", "backward", "recompute"):
         return None
@@ -58,6 +59,10 @@ def read_stamp(text: str) -> Stamp | None:
 def read_identity(text: str) -> Identity | None:
     """The identity that a text is, or None."""
     parts = text.split("|", 3)
-    if len(parts) != 4 or parts[0] != "mbmem-is" or not parts[2].isdigit():
+    if len(parts) != 4 or parts[0] != "mbmem-is" or not _is_number(parts[2]):
         return None
     return Identity(parts[1], parts[3], int(parts[2]))
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch("[0-9]{1,18}", text) is not None

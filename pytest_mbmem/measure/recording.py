@@ -8,13 +8,10 @@ optimizers and of accumulated gradients what a tensor is. `history.owners` reads
 from __future__ import annotations
 
 import gc
-import os
-import pickle
 import re
 import weakref
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 import torch
@@ -160,10 +157,10 @@ class Recording:
 
     # The end ----------------------------------------------------------------------------------------------------------
 
-    def stop(self, file: Path | None = None) -> History:
+    def stop(self) -> History:
         """End the recording. Frees cuBLAS's workspaces, so every figure must have been taken before.
 
-        The snapshot that it read is in `snapshot` then, and in the file, in PyTorch's format.
+        The snapshot that it read is in `snapshot` then, in PyTorch's format.
         """
         torch._C._cuda_setMemoryMetadata(WORKSPACES)
         torch._C._cuda_clearCublasWorkspaces()
@@ -174,11 +171,6 @@ class Recording:
         gc.disable()  # a million small objects, none of them garbage
         try:
             self.snapshot = torch.cuda.memory._snapshot()
-            if file is not None:
-                unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-                with unfinished.open("wb") as stream:
-                    pickle.dump(self.snapshot, stream)
-                unfinished.replace(file)
             return attribute(self.snapshot["device_traces"][torch.cuda.current_device()])
         finally:
             Recording.running = None

@@ -11,6 +11,7 @@ from .. import outside
 from ..baselines import clean_nodeid
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement
+from ..split import parts_lines, split_of
 from ..units import format_bytes, format_fraction
 from .comparisons import sweep_lines
 from .oom import headline as out_of_memory
@@ -249,6 +250,9 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
         yield ""
         yield f"phases of rank {worst.rank}:"
         yield from _phase_table(worst)
+        if (split := split_of(worst)) is not None:
+            yield ""
+            yield from parts_lines(split)
         yield ""
         yield f"collectives in a step by group: {sizes_of(worst.collective_bytes)}"
         if worst.outside:

@@ -84,12 +84,12 @@ def test_lifetimes_tell_activations_from_temporaries() -> None:
     assert state
     history = attribute(run.events)
     line = "megatron/core/transformer/mlp.py"
-    activations = Owner("activations", "decoder.layers.*.mlp", f"{line}:12 (forward)", 2)
+    activations = Owner("activations", "decoder.layers.*.mlp", f"{line}:12 (forward)", 2, "forward")
     assert history.peak == 7 * KIB
     assert history.phase_at(history.peak_event) == "step-1/backward"
     assert {o: s for o, s in history.at_peak.items() if s} == {
         activations: 6 * KIB,
-        Owner("temporaries", "decoder.layers.*.mlp"): KIB,
+        Owner("temporaries", "decoder.layers.*.mlp", phase="backward"): KIB,
     }
     phases = [
         PhaseFigures(1, "forward", {"allocated": 6 * KIB}, {}),
@@ -167,7 +167,7 @@ def test_a_thread_that_lags_behind_is_no_evidence_of_a_module() -> None:
     run.free(run.alloc(1))
     run.metadata = old
     run.alloc(KIB)
-    assert next(iter(attribute(run.events).at_peak)) == Owner("unattributed")
+    assert next(iter(attribute(run.events).at_peak)) == Owner("unattributed", phase="backward")
 
 
 def test_a_strangers_history_is_told_by_lines_and_called_unattributed() -> None:
@@ -178,13 +178,29 @@ def test_a_strangers_history_is_told_by_lines_and_called_unattributed() -> None:
     run.free(2**50, 300)
     history = attribute(run.events)
     assert history.peak == 2 * KIB
-    assert history.unknown == 300
     assert set(history.at_peak) - {Owner("rounding")} == {
         Owner("unattributed", "", "someone/train.py:7 (main)"),
         Owner("unattributed"),
     }
     assert attribute([]).peak == 0
     assert attribute([]).at_peak == {Owner("rounding"): 0}
+
+
+def test_what_nothing_is_known_of_adds_up_too() -> None:
+    run = Events()
+    run.alloc(KIB)
+    run.begin(1, "forward")
+    run.metadata = ""
+    run.alloc(2 * KIB)
+    composition = attribute(run.events).composition([PhaseFigures(1, "forward", {"allocated": 4 * KIB}, {})])
+    assert composition.categories(0)["unattributed"] == 4 * KIB
+    assert sum(composition.at(0).values()) == 4 * KIB
+
+
+def test_numbers_that_are_none_are_no_stamp() -> None:
+    assert read_stamp("mbmem|\u00b2|1|forward|forward|") is None
+    assert read_stamp(f"mbmem|{'9' * 5000}|1|forward|forward|") is None
+    assert read_identity("mbmem-is|parameters|\u00b2|x") is None
 
 
 def test_names_are_folded_and_lines_are_short() -> None:
