@@ -27,8 +27,6 @@ FitVerdict = Literal["fits", "starved", "out of memory", "refused", "no effect",
 """Starved: PyTorch runs out of memory beside what is outside it and the headroom, though its live bytes leave room for
 both: what it reserves and cannot use takes it. Out of memory: the live bytes leave no room either."""
 
-_UNCOUNTED = "NCCL's memory is not in it: the collectives of a step were not counted"
-
 
 @dataclass(frozen=True)
 class FitRule:
@@ -160,9 +158,12 @@ class FitJudgement:
 def judge_recipe(gate: FitGate, measurement: Measurement, ranks: Ranks, launcher: Launcher) -> FitJudgement:
     """Judge a measured recipe by evidence, and by as few runs as that takes.
 
-    If the measurement is of that GPU and every rank's peak reserved leaves room, it fits. Else ranks that lack room are
-    run again on that GPU with just the memory that is there for PyTorch, and it fits exactly if none runs out of it.
+    If the measurement is of that GPU and every rank's peak reserved leaves room, it fits; if the live bytes of one do
+    not, it does not. Else ranks that lack room are run again on that GPU with just the memory that is there for
+    PyTorch, and it fits exactly if none runs out of it.
     """
+    from .measure.ranks import chosen
+
     assert measurement.recipe is not None
     recipe = Recipe.from_dict(measurement.recipe, "recipe")
     there = launcher.on(gate.gpu)
@@ -170,30 +171,28 @@ def judge_recipe(gate: FitGate, measurement: Measurement, ranks: Ranks, launcher
     if measurement.device != there.device:
         # What a rank sends does not depend on the GPU, so that it need not be counted again.
         known = {rank.rank: rank for rank in measurement.ranks if outside.counted(rank) is not None}
-        alone = there.measure(recipe, ranks=ranks, count_flops=not known, check_effects=False)
+        uncounted = any(rank.rank not in known for rank in chosen(recipe, ranks))
+        alone = there.measure(recipe, ranks=ranks, count_flops=uncounted, check_effects=False)
         alone = replace(alone, ranks=tuple(_with_counts(rank, known.get(rank.rank)) for rank in alone.ranks))
     if alone.failure is not None or not alone.ranks:
         return _failed(gate, _explained(there, alone))
     short = [rank for rank in alone.ranks if _left(gate, rank) < 0]
     squeezed: dict[int, RankMeasurement] = {}
-    failed: dict[int, Failure] = {}
-    for capacity in sorted({_capacity(gate, rank) for rank in short}):
-        alike = [rank.rank for rank in short if _capacity(gate, rank) == capacity]
-        if capacity > gate.gpu.context_bytes:
-            tight = launcher.on(replace(gate.gpu, capacity=capacity))
-            again = tight.measure(recipe, ranks=alike, count_flops=False, check_effects=False)
-            if again.failure is not None and again.failure.kind != "out of memory":
+    failed: dict[int, Measurement] = {}
+    lacking = [rank for rank in short if _beside(gate, rank) == "out of memory"]
+    for gpu in dict.fromkeys(_squeezed(gate, rank) for rank in short if not lacking):
+        alike = [rank.rank for rank in short if _squeezed(gate, rank) == gpu]
+        again = launcher.on(gpu).measure(recipe, ranks=alike, count_flops=False, check_effects=False)
+        squeezed |= {rank.rank: rank for rank in again.ranks}
+        if again.failure is not None:
+            if again.failure.kind != "out of memory":
                 return _failed(gate, again)
-            again = _explained(tight, again)
-            if again.failure is not None:
-                failed[again.failure.rank] = again.failure
-            squeezed |= {rank.rank: rank for rank in again.ranks}
-        else:
-            failed |= dict.fromkeys(alike, _NOTHING_LEFT)
-    if failed:
-        lacking = [rank for rank in alone.ranks if rank.rank in failed]
+            failed[again.failure.rank] = again
+    lacking = lacking or [rank for rank in short if rank.rank in failed]
+    if lacking:
         worst = max(lacking, key=lambda rank: (rank.peak() + _outside_bytes(gate, rank), -rank.rank))
-        return _judgement(gate, _beside(gate, worst), worst, failure=failed[worst.rank])
+        failure = _failure_of(worst, failed.get(worst.rank), recipe, launcher.on(_squeezed(gate, worst)))
+        return _judgement(gate, _beside(gate, worst), worst, alone, failure=failure)
     worst = min(alone.ranks, key=lambda rank: (_left(gate, rank), rank.rank))
     notes = []
     if worst.rank in squeezed:
@@ -203,7 +202,7 @@ def judge_recipe(gate: FitGate, measurement: Measurement, ranks: Ranks, launcher
             f"with the whole GPU PyTorch reserves {format_bytes(worst.peak('reserved'))}, more than there is beside "
             f"the rest; with less it emptied its cache {times} times and reserved {now}"
         )
-    return _judgement(gate, "fits", worst, notes=tuple(notes))
+    return _judgement(gate, "fits", worst, alone, notes=tuple(notes))
 
 
 def judge_own(gate: FitGate, measurement: Measurement) -> FitJudgement:
@@ -212,12 +211,18 @@ def judge_own(gate: FitGate, measurement: Measurement) -> FitJudgement:
         return _failed(gate, measurement)
     worst = min(measurement.ranks, key=lambda rank: _left(gate, rank))
     if _left(gate, worst) >= 0:
-        return _judgement(gate, "fits", worst)
+        return _judgement(gate, "fits", worst, measurement)
     note = "judged by the peaks alone: with less memory PyTorch might have emptied its cache and run on"
-    return _judgement(gate, _beside(gate, worst), worst, notes=(note,))
+    return _judgement(gate, _beside(gate, worst), worst, measurement, notes=(note,))
 
 
-_NOTHING_LEFT = Failure("out of memory", 0, "headroom and memory outside PyTorch leave nothing of the GPU")
+def _failure_of(rank: RankMeasurement, again: Measurement | None, recipe: Recipe, tight: Launcher) -> Failure | None:
+    """Of a rank that lacks memory on the GPU of `tight`; `again` is the run there that it ended, if there was one."""
+    if tight.gpu.usable <= 0:
+        return Failure("out of memory", rank.rank, "headroom and memory outside PyTorch leave nothing of the GPU")
+    if again is None:
+        again = tight.measure(recipe, ranks=[rank.rank], count_flops=False, check_effects=False)
+    return _explained(tight, again).failure
 
 
 def _with_counts(rank: RankMeasurement, known: RankMeasurement | None) -> RankMeasurement:
@@ -239,9 +244,9 @@ def _left(gate: FitGate, rank: RankMeasurement) -> int:
     return gate.gpu.capacity - gate.headroom - _outside_bytes(gate, rank) - rank.peak("reserved")
 
 
-def _capacity(gate: FitGate, rank: RankMeasurement) -> int:
-    """Of a GPU with just the memory that is there for the rank; the driver takes the context off it."""
-    return gate.gpu.capacity - gate.headroom - _outside_bytes(gate, rank) + gate.gpu.context_bytes
+def _squeezed(gate: FitGate, rank: RankMeasurement) -> Gpu:
+    """The GPU with just the memory that is there for the rank. It keeps its size, of which settings may be a share."""
+    return replace(gate.gpu, context_bytes=_outside_bytes(gate, rank) + gate.headroom)
 
 
 def _beside(gate: FitGate, rank: RankMeasurement) -> FitVerdict:
@@ -254,9 +259,13 @@ def _judgement(
     gate: FitGate,
     verdict: FitVerdict,
     rank: RankMeasurement,
+    alone: Measurement,
     failure: Failure | None = None,
     notes: tuple[str, ...] = (),
 ) -> FitJudgement:
+    uncounted = ", ".join(str(one.rank) for one in alone.ranks if outside.counted(one) is None)
+    if uncounted:
+        notes += (f"NCCL's memory is not in it: the collectives of a step were not counted on rank {uncounted}",)
     return FitJudgement(
         verdict,
         gate.rule,
@@ -266,7 +275,7 @@ def _judgement(
         rank.peak("reserved"),
         _outside(gate, rank),
         failure,
-        (*notes, *([_UNCOUNTED] if outside.counted(rank) is None else [])),
+        notes,
     )
 
 

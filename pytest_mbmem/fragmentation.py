@@ -27,6 +27,8 @@ FragmentationVerdict = Literal["pass", "fragmented", "out of memory", "refused",
 
 _KEYWORDS = ("limit", "phase")
 
+_SMALLEST_SEGMENT = 2 * 2**20
+
 
 @dataclass(frozen=True)
 class FragmentationRule:
@@ -69,7 +71,7 @@ class FragmentationRule:
             except UserError:
                 problem = f"{value!r} is neither a percentage (as in '10%') nor a size (as in '4 GiB')"
                 raise UserError(f"{where}: {problem}") from None
-        if not (size or fraction):
+        if (size or 0) < _SMALLEST_SEGMENT and not fraction:
             raise UserError(f"{where}: {value!r} cannot be kept: PyTorch reserves whole segments, of 2 MiB and more")
         if (fraction is not None and fraction >= 1) or (size is not None and size >= capacity):
             most = "100%" if size is None else f"the GPU's capacity of {format_bytes(capacity)}"

@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -71,7 +72,9 @@ class Worker:
 
     def __init__(self, device: Device, history: Path, snapshots_folder: Path | None = None) -> None:
         self.device = device
-        self.history = history  # the file that gets the allocator's history if memory runs out
+        self.history = history  # the file that gets the allocator's history if a test fails for want of memory
+        self.ran_out_of_memory = False  # and the allocator said what it had
+        self.failed_request: int | None = None  # which event of the history that failure is
         self.reports: list[Any] = []
         self.assumptions: tuple[str, ...] = ()
         self.notes: list[str] = []
@@ -98,6 +101,17 @@ class Worker:
         except OSError as error:
             return problem_of(error, file)
         return None
+
+    def leave_history(self) -> int | str | None:
+        """Write the allocator's history if the test ran out of memory and fails for it.
+
+        Returns which of its events that is, why there is no history, or None if the test did not fail so.
+        """
+        if not self.ran_out_of_memory or not any(report.failed and report.when == "call" for report in self.reports):
+            return None
+        if self.failed_request is None:
+            return "the allocator's history was not recorded (torch 2.14 and later do, without no_memory_growth)"
+        return self.leave_snapshot(self.history) or self.failed_request
 
     @property
     def rank(self) -> int:
@@ -191,7 +205,7 @@ class Watch:
 
         self._worker = worker
         self._watch = TestWatch(record=record)
-        self._observer = Observer(worker.history if record else None)
+        self._observer = Observer()
         self._observer.attach()
         self._zero_reads = self._count_zero_reads()
 
@@ -223,17 +237,10 @@ class Watch:
                 f"the test read zeros from the device {reads} times: values that kernels would have computed are not "
                 "there, so a size that depends on one is too small",
             )
-        if error is not None:
-            kind: FailureKind = "out of memory" if type(error).__name__ == "OutOfMemoryError" else "error"
-            fields["failure"] = Failure(
-                kind,
-                place["rank"],
-                str(error) or type(error).__name__,
-                phase="test",
-                shortage=self._observer.shortage if kind == "out of memory" else None,
-            )
         results = self._watch.results()
         worker.snapshot = self._watch.snapshot
+        if error is not None:
+            fields["failure"] = self._failure(error, place["rank"])
         return Measurement(
             device=self._worker.device,
             ranks=(RankMeasurement(stands_for=1, **place, **results),),
@@ -241,12 +248,20 @@ class Watch:
             **fields,
         )
 
+    def _failure(self, error: BaseException, rank: int) -> Failure:
+        kind: FailureKind = "out of memory" if type(error).__name__ == "OutOfMemoryError" else "error"
+        shortage = None
+        if kind == "out of memory":
+            shortage, self._worker.failed_request = self._observer.of(error, self._worker.snapshot)
+        self._worker.ran_out_of_memory = shortage is not None
+        return Failure(kind, rank, str(error) or type(error).__name__, phase="test", shortage=shortage)
+
 
 def run(test: str, options: dict[str, Any], device: dict[str, Any], snapshots: str | None) -> dict[str, Any]:
     """In the worker: run the test. `snapshots` is the folder for that of a failure.
 
     Returns {"reports": serialised reports, "interruption": what ended the session, or None,
-    "errors": why the test could not be run, "warnings": what it warned of}.
+    "errors": why the test could not be run, "warnings": what it warned of, "history": see `Worker.leave_history`}.
     """
     global WORKER
     WORKER = Worker(Device(**device), _history(options), Path(snapshots) if snapshots else None)
@@ -267,6 +282,7 @@ def run(test: str, options: dict[str, Any], device: dict[str, Any], snapshots: s
             "interruption": WORKER.interruption,
             "errors": WORKER.errors,
             "warnings": WORKER.warnings,
+            "history": WORKER.leave_history(),
         }
     finally:
         config._ensure_unconfigure()
@@ -276,10 +292,13 @@ def run_in_worker(measuring: Run, item: pytest.Item, nextitem: pytest.Item | Non
     """Run the test in a worker and log its reports here."""
     ihook = item.ihook
     ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    options = _inherited_options(item.config)
     try:
-        reports = _reports(measuring, item)
+        reports = _reports(measuring, item, options)
     except UserError as error:
         reports = [_failed(item, str(error))]
+    finally:
+        _clean_up(item.config, options)
     # What the tests before set up and no later one needs; no public hook does only this.
     call = pytest.CallInfo.from_call(lambda: item.session._setupstate.teardown_exact(nextitem), "teardown")
     if call.excinfo is not None:
@@ -291,11 +310,10 @@ def run_in_worker(measuring: Run, item: pytest.Item, nextitem: pytest.Item | Non
     ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
 
-def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
+def _reports(measuring: Run, item: pytest.Item, options: dict[str, Any]) -> list[pytest.TestReport]:
     config = item.config
     assert item.parent is not None
     in_module = f"{item.parent.nodeid}::{item.name}".partition("::")[2]
-    options = _inherited_options(config)
     arguments = {
         "test": f"{item.path}::{in_module}",
         "options": options,
@@ -314,9 +332,9 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
         _warn(item, **warning)
     received = value["reports"] if value is not None else []
     reports = [_received(config, item, data) for data in received]
-    for report in reports:
-        if report.failed and report.when == "call":
-            _explain(measuring, report, _history(options))
+    calls = [report for report in reports if report.when == "call"]
+    if value is not None and value["history"] is not None and calls[-1].failed:
+        _explain(measuring, calls[-1], _history(options), value["history"])
     if value is not None and value["interruption"] is not None:
         item.session.shouldstop = f"{item.nodeid}, in its worker: {value['interruption']}"
     elif not any(report.when == "teardown" for report in reports):
@@ -326,15 +344,18 @@ def _reports(measuring: Run, item: pytest.Item) -> list[pytest.TestReport]:
     return reports
 
 
-def _explain(measuring: Run, report: Any, history: Path) -> None:
-    """Say in the report of a test that ran out of memory why it did."""
-    from .measure.oom import explained_by_history
+def _explain(measuring: Run, report: Any, file: Path, history: int | str) -> None:
+    """Say in the report of a test that ran out of memory why it did. `history` is what `Worker.leave_history` said."""
+    from .measure.oom import explained_by_history, not_explained
     from .report.oom import failure_lines
 
     for measured in report.mbmem.get("measurements", ()):
         measurement = Measurement.from_json(measured["measurement"], report.nodeid)
         if measurement.failure is not None and measurement.failure.shortage is not None:
-            measurement = explained_by_history(measuring.launcher, measurement, history)
+            if isinstance(history, str):
+                measurement = not_explained(measurement, history)
+            else:
+                measurement = explained_by_history(measuring.launcher, measurement, file, history)
             measured["measurement"] = measurement.to_json()
             assert measurement.failure is not None
             report.sections.append(("mbmem: out of memory", "\n".join(failure_lines(measurement.failure))))
@@ -343,6 +364,14 @@ def _explain(measuring: Run, report: Any, history: Path) -> None:
 def _history(options: Mapping[str, Any]) -> Path:
     """Where a worker with these options leaves the allocator's history if memory runs out."""
     return Path(options["basetemp"]).with_name("out-of-memory.pickle")
+
+
+def _clean_up(config: pytest.Config, options: Mapping[str, Any]) -> None:
+    """Remove what nobody needs any more. pytest removes old temporary folders itself, where it has any."""
+    history = _history(options)
+    history.unlink(missing_ok=True)
+    if getattr(config, "_tmp_path_factory", None) is None:
+        shutil.rmtree(history.parent, ignore_errors=True)
 
 
 def _inherited_options(config: pytest.Config) -> dict[str, Any]:

@@ -45,7 +45,9 @@ class Remedy:
     cost: str  # as the documents have it
     changes: Mapping[str, Any] = field(default_factory=dict)  # of the recipe, as `Recipe.but` takes them
     peak_allocated: int | None = None
-    saved: int | None = None  # against the recipe, trained for as many steps
+    saved: int | None = (
+        None  # against as many steps of the recipe, with expandable segments if they are a remedy before
+    )
     fits: bool | None = None  # on the same device; None: not measured, and `note` says why
     note: str = ""
 
@@ -82,6 +84,7 @@ class Shortage:
     device_free: int  # what the driver still had
     limit: int  # the device's memory, or the share of it that the process was allowed
     expandable_segments: bool
+    waiting: int = 0  # freed by the program, not to be had before a stream is done with it
     alloc_conf: str = ""  # the allocator's settings
     module: str = ""  # that was running, with each number in its name written as *
     line: str = ""  # of Python that asked, as in "megatron/core/tensor_parallel/layers.py:744 (forward)"
@@ -89,8 +92,8 @@ class Shortage:
 
     @property
     def unusable(self) -> int:
-        """Bytes that PyTorch had reserved and could not use."""
-        return self.reserved - self.allocated
+        """Bytes that PyTorch had reserved, and free in pieces that it could not use."""
+        return self.reserved - self.allocated - self.waiting
 
     @property
     def usable(self) -> int:
@@ -109,9 +112,9 @@ class Shortage:
         return "\n".join(shortage_lines(self))
 
 
-def taken_outside(shortage: Shortage, context: int) -> int:
-    """Bytes that something outside PyTorch held, beyond the CUDA context of so many bytes."""
-    return max(0, shortage.limit - context - shortage.usable)
+def taken_outside(shortage: Shortage, usable: int) -> int:
+    """Bytes that PyTorch could not have because of what else is on a device where it can have `usable` bytes alone."""
+    return max(0, min(shortage.limit, usable) - shortage.usable)
 
 
 def diagnose(shortage: Shortage, trials: Sequence[Trial], *, complete: bool) -> tuple[ShortageVerdict, str]:
@@ -127,7 +130,7 @@ def diagnose(shortage: Shortage, trials: Sequence[Trial], *, complete: bool) -> 
     if recorded.fits:
         return "unknown", "the same allocations fit when they are replayed as recorded, so a replay cannot explain this"
     numbers = ""
-    if need is not None and need.peak_allocated is not None:
+    if need is not None and need.fits and need.peak_allocated is not None:
         numbers = (
             f": {format_bytes(need.peak_allocated)} are needed and PyTorch can have {format_bytes(shortage.usable)}"
         )
@@ -143,6 +146,8 @@ def diagnose(shortage: Shortage, trials: Sequence[Trial], *, complete: bool) -> 
         if any(trial.fits for trial in tried):
             return "unknown", "with expandable segments the replay fits and the run does not"
     alone = found.get("nothing outside PyTorch")
+    if alone is not None and alone.fits is None:
+        return "unknown", f"nothing shows what a device without memory outside PyTorch would do{_because(alone)}"
     if alone is not None and alone.fits:
         return "starved", "the same allocations fit a device on which nothing outside PyTorch holds memory" + end
     how = "are on already" if shortage.expandable_segments else "do not make it fit"

@@ -7,7 +7,6 @@ other recipes and say what to expect, not what it will be.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -28,9 +27,9 @@ def remedies(recipe: Recipe, *, expandable_segments: bool) -> list[Remedy]:
 
 
 def with_expandable_segments(alloc_conf: str) -> str:
-    """The allocator's settings with expandable segments on."""
-    others = re.sub(r"\bexpandable_segments *:[^,]*(,|$)", "", alloc_conf).rstrip(", ")
-    return f"{others},expandable_segments:True" if others else "expandable_segments:True"
+    """The allocator's settings with expandable segments on: of two pairs PyTorch takes the later one."""
+    before = alloc_conf.rstrip(", ")
+    return f"{before},expandable_segments:True" if before else "expandable_segments:True"
 
 
 def _remedies(recipe: Recipe, expandable_segments: bool) -> Iterator[Remedy]:

@@ -373,10 +373,15 @@ class Run:
         return explained.shortage
 
     def _explained(self, measurement: Measurement) -> Measurement:
-        """What failed a test with the reason, where it can be found out."""
+        """What failed a test with the reason, or with why that could not be found out."""
         if self.worker is not None or not measurement.can_be_explained:
             return measurement
-        return self.launcher.explain(measurement)
+        from .measure.oom import not_explained
+
+        try:
+            return self.launcher.explain(measurement)
+        except UserError as error:
+            return not_explained(measurement, f"the run could not be repeated: {error}")
 
     def explain_error(self, item: pytest.Item, error: OutOfMemory) -> bool:
         """Put why memory ran out into an error that fails its test. Returns whether there was something to say."""
@@ -536,9 +541,13 @@ class Run:
                 except UserError as error:
                     texts.append(str(error))
                     continue
-                one.savings.append(saving)
                 if not saving.passed:
                     one.measurement = self._explained(one.measurement)
+                    if saving.comparison is not None:
+                        control = self._explained(saving.comparison.control)
+                        saving = replace(saving, comparison=replace(saving.comparison, control=control))
+                one.savings.append(saving)
+                if not saving.passed:
                     texts.append(saving_failure_text(one, saving))
         return texts
 
@@ -571,6 +580,7 @@ class Run:
                 found = fragmentation.judge(rule, one.measurement)
                 one.fragmentations.append(found)
                 if not found.passed:
+                    one.measurement = self._explained(one.measurement)
                     texts.append(fragmentation_failure_text(one, found))
         return texts
 
@@ -752,7 +762,8 @@ class MeasuringTests:
         if watch is not None:
             from .baselines import clean_nodeid
 
-            self.run.keep(item, clean_nodeid(item.nodeid)[1], None, watch.measurement(error))
+            measurement = self.run.snapshots.with_note(watch.measurement(error))
+            self.run.keep(item, clean_nodeid(item.nodeid)[1], None, measurement)
             self.run.write_snapshots(item)
         return self.run.judge(item, plan, explain=error is None)
 
@@ -772,10 +783,9 @@ class MeasuringTests:
             names = {name for name, _ in mine}
             item.user_properties[:] = [p for p in item.user_properties if p[0] not in names] + mine
         report = yield
-        if report.failed and call.excinfo is not None and isinstance(call.excinfo.value, OutOfMemory):
-            with contextlib.suppress(UserError):
-                if self.run.explain_error(item, call.excinfo.value):
-                    report.longrepr = item.repr_failure(call.excinfo)
+        error = call.excinfo.value if report.failed and call.excinfo is not None else None
+        if isinstance(error, OutOfMemory) and self.run.explain_error(item, error):
+            report.longrepr = item.repr_failure(call.excinfo)  # type: ignore[arg-type]
         if report.failed and call.when == "call" and call.excinfo is not None:
             said = self.run.snapshots.of_failure(item, record.measured, call.excinfo.value)
             add_section = getattr(report.longrepr, "addsection", None)

@@ -46,16 +46,20 @@ class Snapshots:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._written: set[Path] = set()  # others in the folder are of earlier sessions
 
     @cached_property
     def folder_of_failures(self) -> Path | None:
-        """Where those of failed gates go; None where there is no place for them."""
+        """Where those of failed gates go, which need not be there yet; None where there is no place for them."""
         if self._run.options.snapshots is not None:
             return self._run.options.snapshots
         if self._run.worker is not None:
             return self._run.worker.snapshots_folder
-        cache = getattr(self._run.config, "cache", None)  # absent with -p no:cacheprovider
-        return None if cache is None else Path(cache.mkdir("mbmem-snapshots"))
+        config = self._run.config
+        if getattr(config, "cache", None) is None:  # -p no:cacheprovider
+            return None
+        cache = os.path.expandvars(Path(config.getini("cache_dir")).expanduser())  # as Cache.mkdir() has it
+        return config.rootpath / cache / "d" / "mbmem-snapshots"
 
     def write(self, name: str, measurement: Measurement) -> None:
         """With --mbmem-snapshots: every rank's, in files named after `name`.
@@ -70,8 +74,23 @@ class Snapshots:
         if problems:
             raise UserError(f"--mbmem-snapshots: {'; '.join(problems.values())}")
 
+    def with_note(self, measurement: Measurement) -> Measurement:
+        """A whole test's measurement; with --mbmem-snapshots, it notes where the test has no snapshot."""
+        worker = self._run.worker
+        if self._run.options.snapshots is None or worker is None or worker.snapshot is not None:
+            return measurement
+        note = "--mbmem-snapshots: none of this test, as PyTorch's allocator did not record its history"
+        why = "no_memory_growth has a recording of its own, and a torch before 2.14 cannot"
+        return replace(measurement, notes=(*measurement.notes, f"{note} ({why})"))
+
     def of_failure(self, item: pytest.Item, measured: Sequence[Measured], error: BaseException) -> str:
         """Write those of the gates that failed a test, and say where they are; empty if no gate of memory did."""
+        try:
+            return self._of_failure(item, measured, error)
+        except UserError as problem:
+            return f"no memory snapshot: {problem}"
+
+    def _of_failure(self, item: pytest.Item, measured: Sequence[Measured], error: BaseException) -> str:
         failed = [] if self._run.options.host else list(self._failed(measured, error))
         if not failed:
             return ""
@@ -82,8 +101,7 @@ class Snapshots:
         for one in failed:
             file = folder / _file_name(measurement_name(item, measured, one.measured), one.rank)
             problem = None
-            written = self._run.options.snapshots is not None and file.exists()
-            if not written or one.launcher not in (None, self._run.launcher):
+            if file not in self._written or one.launcher not in (None, self._run.launcher):
                 problem = self._write(one.measured.measurement, {one.rank: file}, one.launcher).get(one.rank)
             shown = os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
             lines.append(
@@ -109,31 +127,40 @@ class Snapshots:
                     continue
                 gpu = self._run.gpus[fit.rule.gpu]
                 if fit.reserved is not None:  # it fits alone, and not beside the rest
-                    gpu = replace(gpu, capacity=fit.room + gpu.context_bytes)
+                    gpu = replace(gpu, context_bytes=gpu.capacity - fit.room)
                 if gpu.usable > 0:
                     yield _Failed(one, fit.rank, own and own.on(gpu))
                     break
 
     def _write(self, measurement: Measurement, files: Mapping[int, Path], launcher: Launcher | None) -> dict[int, str]:
-        """Write the snapshots of ranks. Returns the problem of each that could not be written."""
+        """Write the snapshots of ranks into one folder. Returns the problem of each that could not be written."""
+        folder = next(iter(files.values())).parent
         try:
-            for file in files.values():
-                file.parent.mkdir(exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
+            if folder != self._run.options.snapshots:  # in pytest's cache, which this may have begun
+                (folder / ".gitignore").write_text("*\n", encoding="ascii")
         except OSError as error:
-            return {rank: f"{file.parent}: cannot be made ({error.strerror})" for rank, file in files.items()}
+            return dict.fromkeys(files, f"{folder}: cannot be made ({error.strerror})")
+        problems = {rank: problem for rank, problem in self._problems(measurement, files, launcher).items() if problem}
+        self._written |= {file for rank, file in files.items() if rank not in problems}
+        return problems
+
+    def _problems(
+        self, measurement: Measurement, files: Mapping[int, Path], launcher: Launcher | None
+    ) -> dict[int, str | None]:
+        """The same for each, None where there was none."""
         if launcher is None:
             assert self._run.worker is not None
-            return {rank: problem for rank, file in files.items() if (problem := self._run.worker.leave_snapshot(file))}
+            return {rank: self._run.worker.leave_snapshot(file) for rank, file in files.items()}
         from .measure.launch import recipe_environment
 
         recipe = Recipe.from_dict(measurement.recipe, "recipe")
         calls = [_call(measurement, rank, file) for rank, file in files.items()]
         results = launcher.call_all(calls, recipe_environment(recipe), launcher.timeout)
-        problems = {
+        return {
             rank: result.message.strip().splitlines()[-1] if result.failure is not None else result.value
             for rank, result in zip(files, results, strict=True)
         }
-        return {rank: problem for rank, problem in problems.items() if problem}
 
 
 def _call(measurement: Measurement, rank: int, file: Path) -> tuple[str, dict[str, Any]]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pytest_mbmem.errors import UserError
 from pytest_mbmem.measure import oom
 from pytest_mbmem.measurement import Measurement
 
@@ -126,29 +128,69 @@ def test_gates_say_why(real_project: pytest.Pytester, explanations: list[Measure
 def test_peak(mbmem):
     mbmem.measure(RECIPE, may_fail=True)
 
-@pytest.mark.memory_saving(control={"recompute_granularity": None})
+@pytest.mark.fragmentation("10%")
+def test_fragmentation(mbmem):
+    mbmem.measure(RECIPE, may_fail=True)
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+
+@pytest.mark.memory_saving(control=FULL)
 def test_saving(mbmem):
-    mbmem.measure(RECIPE.but(recompute_granularity="selective", recompute_modules=["core_attn"]), may_fail=True)
+    mbmem.measure(RECIPE, may_fail=True)
+
+@pytest.mark.memory_saving(control=dict.fromkeys(FULL), at_least="1 GiB")
+def test_control(mbmem):
+    mbmem.measure(RECIPE.but(**FULL))
 """
     )
     result = real_project.runpytest_inprocess()
-    result.assert_outcomes(failed=2)
+    result.assert_outcomes(failed=4)
     result.stdout.fnmatch_lines(
         [
             "*_ test_peak _*",
             "OUT OF MEMORY by capacity: rank 0 asked for * in step-1/forward (*)",
             "capacity: expandable segments do not make it fit: *",
+            "*_ test_fragmentation _*",
+            "OUT OF MEMORY: the recipe does not fit *",
+            "capacity: expandable segments do not make it fit: *",
             "*_ test_saving _*",
             "OUT OF MEMORY by capacity: rank 0 asked for * in step-1/forward (*)",
+            "capacity: expandable segments do not make it fit: *",
+            "*_ test_control _*",
+            "INVALID: the control itself does not run (out of memory), so nothing is compared",
             "capacity: expandable segments do not make it fit: *",
         ]
     )
 
 
+def test_why_there_is_no_reason_is_said(real_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    def explained(launcher: Any, measurement: Measurement) -> Measurement:
+        raise UserError("no room for a second run")
+
+    monkeypatch.setattr(oom, "explained", explained)
+    real_project.makepyfile(
+        RECIPE
+        + """
+def test_error(mbmem):
+    mbmem.measure(RECIPE)
+
+@pytest.mark.peak_memory(limit="20 GiB")
+def test_gate(mbmem):
+    mbmem.measure(RECIPE, may_fail=True)
+"""
+    )
+    result = real_project.runpytest_inprocess()
+    result.assert_outcomes(failed=2)
+    reason = "*unknown: the run could not be repeated: no room for a second run"
+    result.stdout.fnmatch_lines(["*_ test_error _*", reason, "*_ test_gate _*", reason])
+
+
 # Tests that run whole in a worker -------------------------------------------------------------------------------------
 
 
-def test_whole_tests_are_told_by_their_history(real_project: pytest.Pytester) -> None:
+def test_whole_tests_are_told_by_their_history(
+    real_project: pytest.Pytester, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real_project.makepyfile(
         """
         import ctypes
@@ -178,10 +220,34 @@ def test_whole_tests_are_told_by_their_history(real_project: pytest.Pytester) ->
         @pytest.mark.xfail
         def test_expected():
             large = [make(30) for _ in range(3)]
+
+        def test_again_and_smaller():
+            import torch
+            first = [make(30)]
+            for _ in range(3):
+                with pytest.raises(torch.OutOfMemoryError):
+                    make(70)
+            large = [make(30) for _ in range(2)]
+
+        def test_raised_later():
+            import torch
+            with pytest.raises(torch.OutOfMemoryError) as error:
+                make(90)
+            with pytest.raises(torch.OutOfMemoryError):
+                make(100)
+            raise error.value
+
+        def test_raised_by_another():
+            import torch
+            with pytest.raises(torch.OutOfMemoryError):
+                make(90)
+            raise torch.OutOfMemoryError("of a library's own")
         """
     )
-    result = real_project.runpytest_inprocess("-p", "no:randomly", "--mbmem-json=out.json")
-    result.assert_outcomes(failed=3, xfailed=1)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    result = real_project.runpytest_inprocess("-p", "no:randomly", "-p", "no:tmpdir", "--mbmem-json=out.json")
+    result.assert_outcomes(failed=6, xfailed=1)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("mbmem-test")] == []
     known = "up to the failed request (what comes after it is not known)"
     result.stdout.fnmatch_lines(
         [
@@ -197,9 +263,41 @@ def test_whole_tests_are_told_by_their_history(real_project: pytest.Pytester) ->
     )
     tests = json.loads((real_project.path / "out.json").read_text())["tests"]
     shortages = [test["measurements"][0]["measurement"]["failure"]["shortage"] for test in tests]
-    assert [s["diagnosis"] and s["diagnosis"]["verdict"] for s in shortages] == [
-        "fragmentation",
-        "capacity",
-        "starved",
-        None,  # nobody reads it
+    assert [(s and s["requested"] >> 30, s and s["diagnosis"] and s["diagnosis"]["verdict"]) for s in shortages] == [
+        (8, "fragmentation"),
+        (30, "capacity"),
+        (50, "starved"),
+        (30, None),  # nobody reads it
+        (30, "capacity"),
+        (90, "capacity"),
+        (None, None),  # the allocator saw no such failure
     ]
+    of_the_last = shortages[4]["diagnosis"]["trials"]
+    assert [(trial["under"], trial["fits"]) for trial in of_the_last] == [
+        ("without limit", True),
+        ("as recorded", False),
+        ("expandable segments", False),
+    ]
+    assert [trial["failed_request"] and trial["failed_request"] >> 30 for trial in of_the_last] == [None, 30, 30]
+
+
+def test_without_a_history_nothing_is_replayed(real_project: pytest.Pytester) -> None:
+    real_project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.no_memory_growth
+        def test_too_large():
+            import torch
+            torch.empty(90 * 2**30, dtype=torch.uint8, device="cuda")
+        """
+    )
+    result = real_project.runpytest_inprocess()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "OUT OF MEMORY, cause not found: rank 0 asked for 90.00 GiB in test",
+            "unknown: the allocator's history was not recorded (torch 2.14 and later do, without no_memory_growth)",
+        ]
+    )
+    result.stdout.no_fnmatch_line("*its allocations replayed*")

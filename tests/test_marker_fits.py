@@ -7,7 +7,9 @@ An H100 has 79.11 GiB, of which 0.5 GiB are the CUDA context and 0.125 GiB NCCL'
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 from xml.etree import ElementTree
 
 import pytest
@@ -15,10 +17,10 @@ import pytest
 from pytest_mbmem.cli import main
 from pytest_mbmem.fits import FitGate, FitJudgement, judge_own, judge_recipe
 from pytest_mbmem.measure.launch import Launcher
-from pytest_mbmem.measurement import Device, Measurement, PhaseFigures, RankMeasurement
+from pytest_mbmem.measurement import Device, Failure, Measurement, PhaseFigures, RankMeasurement
 from pytest_mbmem.recipe import Recipe
 from pytest_mbmem.units import parse_bytes
-from pytest_mbmem.virtual_gpu.gpus import load_gpus
+from pytest_mbmem.virtual_gpu.gpus import Gpu, load_gpus
 
 MIB, GIB = 2**20, 2**30
 H100 = load_gpus()["h100-80gb"]
@@ -396,6 +398,82 @@ def test_a_whole_test_is_judged_by_its_own_figures_to_the_byte(allocated: int, r
     assert FitJudgement.from_json(json.loads(json.dumps(judgement.to_json())), "t") == judgement
 
 
+class MadeUp:
+    """Stands in for `Launcher`: each rank has GiB of peak allocated, of need and of peak reserved, and its groups.
+
+    It fails on a GPU that has less than it needs; groups None: its collectives cannot be counted.
+    """
+
+    def __init__(self, ranks: Sequence[tuple[int, int, int, int | None]], gpu: Gpu = H100) -> None:
+        self.given, self.gpu = ranks, gpu
+        self.runs: list[tuple[list[int], bool]] = []  # ranks, and whether they were counted
+
+    @property
+    def device(self) -> Device:
+        return Device(self.gpu.key, self.gpu.name, self.gpu.capacity, True)
+
+    def on(self, gpu: Gpu) -> MadeUp:
+        other = MadeUp(self.given, gpu)
+        other.runs = self.runs
+        return other
+
+    def measure(
+        self, recipe: Recipe, *, ranks: Any = "distinct", count_flops: bool = True, check_effects: bool = True
+    ) -> Measurement:
+        numbers = list(range(len(self.given)) if ranks == "distinct" else ranks)
+        self.runs.append((numbers, count_flops))
+        found, failures = [], []
+        for number in numbers:
+            allocated, need, reserved, groups = self.given[number]
+            peaks = {"allocated": allocated * GIB, "reserved": reserved * GIB}
+            counts: dict[str, Any] = {}
+            if count_flops and groups is not None:
+                counts = {"flops_per_step": 1, "collective_bytes": {str(n): 1 for n in range(groups)}}
+            figures = PhaseFigures(1, "forward", peaks, peaks)  # type: ignore[arg-type]
+            found.append(RankMeasurement(number, {"pp": number}, 1, (figures,), **counts))
+            if need * GIB > self.gpu.usable:
+                failures.append(Failure("out of memory", number, f"rank {number} ran out", 1, "forward"))
+        return Measurement(self.device, tuple(found), recipe.to_dict(), failure=failures[0] if failures else None)
+
+    def judged(self, recipe: Recipe, headroom: int, gpu: Gpu = H100) -> FitJudgement:
+        recipe = recipe.but(pp=2)
+        measured = self.measure(recipe)
+        self.runs.clear()
+        return judge_recipe(FitGate(gpu, headroom * GIB), measured, "distinct", cast(Launcher, self))
+
+
+def test_starved_is_not_said_where_the_live_bytes_of_another_rank_do_not_fit(small_recipe: Recipe) -> None:
+    """With 40 GiB of headroom 38 are left: the first rank that fails has fewer alive, the second has more."""
+    launcher = MadeUp([(30, 45, 60, 1), (50, 52, 60, 1)])
+    judgement = launcher.judged(small_recipe, 40)
+    assert (judgement.verdict, judgement.rank) == ("out of memory", 1)
+    assert judgement.failure is not None
+    assert judgement.failure.message == "rank 1 ran out"
+    assert launcher.runs == [([1], False)]
+    assert launcher.judged(small_recipe, 25).verdict == "fits"  # 53 are left
+    assert launcher.judged(small_recipe, 27).verdict == "starved"  # 51 are left
+
+
+def test_the_rank_for_which_nothing_is_left_is_named(small_recipe: Recipe) -> None:
+    judgement = MadeUp([(1, 1, 1, 0), (1, 1, 1, 100)]).judged(small_recipe, 70)
+    assert (judgement.verdict, judgement.rank) == ("out of memory", 1)
+    assert judgement.failure is not None
+    assert (judgement.failure.rank, judgement.failure.message) == (
+        1,
+        "headroom and memory outside PyTorch leave nothing of the GPU",
+    )
+
+
+@pytest.mark.parametrize(("second", "counted"), [(1, False), (None, True)])
+def test_all_ranks_are_counted_where_one_is_not_known(small_recipe: Recipe, second: int | None, counted: bool) -> None:
+    launcher = MadeUp([(1, 1, 2, 1), (1, 1, 1, second)])
+    judgement = launcher.judged(small_recipe, 1, load_gpus()["h200-141gb"])
+    assert launcher.runs == [([0, 1], counted)]
+    note = "NCCL's memory is not in it: the collectives of a step were not counted on rank 1"
+    assert judgement.rank == 0
+    assert judgement.notes == ((note,) if counted else ())
+
+
 def test_a_whole_test_in_a_worker(real_project: pytest.Pytester) -> None:
     real_project.makepyfile(
         """
@@ -446,6 +524,13 @@ def test_what_a_smaller_gpu_runs_fits_and_a_byte_less_does_not(launcher: Launche
     assert tight.failure.message.startswith("CUDA out of memory")
     assert judged(H100.capacity - beside - rank.peak() + 1).verdict == "out of memory"
     assert judged(H100.usable - 1).verdict == "out of memory"
+
+    # Settings that allow PyTorch a fraction of the GPU, of which there is more than enough, change nothing.
+    limited = launcher.measure(recipe.but(alloc_conf="per_process_memory_fraction:0.02"), check_effects=False)
+    with_less = judge_recipe(FitGate(H100, most + 2 * MIB), limited, "distinct", launcher)
+    assert with_less.left == -2 * MIB
+    assert with_less.verdict == "fits"
+    assert with_less.notes[0].endswith("with less it emptied its cache 1 times and reserved 694.00 MiB")
 
 
 def test_another_gpu_is_that_gpu(launcher: Launcher, small_recipe: Recipe) -> None:

@@ -50,16 +50,16 @@ def test_a_fraction_is_exact_at_any_size(allocated: int, unused: int, hundredths
     assert FragmentationJudgement.from_json(json.loads(json.dumps(judgement.to_json())), "t") == judgement
 
 
-@given(st.integers(0, 2**40), st.integers(0, 2**34), st.integers(1, 2**34))
+@given(st.integers(0, 2**40), st.integers(0, 2**34), st.integers(2 * MIB, 2**34))
 def test_a_size_is_exact(allocated: int, unused: int, limit: int) -> None:
     judgement = judge(rule(limit), measured((allocated + 1, allocated + 1 + unused)))
     assert judgement.passed == (unused <= limit)
 
 
 def test_the_rank_that_is_worst_by_the_bound_is_judged() -> None:
-    ranks = measured((90, 100), (800, 1000), (60, 100))
+    ranks = measured((90 * MIB, 100 * MIB), (800 * MIB, 1000 * MIB), (60 * MIB, 100 * MIB))
     assert judge(rule("50%"), ranks).rank == 2
-    assert judge(rule(300), ranks).rank == 1
+    assert judge(rule(300 * MIB), ranks).rank == 1
     assert judge(rule("50%"), measured((90, 100), (90, 100))).rank == 0
 
 
@@ -96,6 +96,7 @@ def test_nothing_measured_is_invalid() -> None:
         ),
         ("'0%'", "fragmentation(limit=...): '0%' cannot be kept: PyTorch reserves whole segments, of 2 MiB and more"),
         ("0", "fragmentation(limit=...): 0 cannot be kept: *"),
+        ("2 * 2**20 - 1", "fragmentation(limit=...): 2097151 cannot be kept: *"),
         ("0.0", "fragmentation(limit=...): 0.0 cannot be kept: *"),
         ("'120%'", "fragmentation(limit=...): '120%' is not a fraction; *"),
         ("'ten'", "fragmentation(limit=...): 'ten' is neither a percentage (as in '10%') nor a size (as in '4 GiB')"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from pytest_mbmem.alloc_conf import has_expandable_segments
 from pytest_mbmem.measurement import Failure, read_plain
 from pytest_mbmem.oom import Circumstance, Diagnosis, Remedy, Shortage, Trial, diagnose, taken_outside
 from pytest_mbmem.recipe import Lora, Memory, Mla, Model, Moe, Parallelism, Recipe, Training
@@ -42,8 +43,9 @@ def test_what_pytorch_had() -> None:
     assert SHORTAGE.unusable == 6 * GIB
     assert SHORTAGE.usable == 77 * GIB
     assert replace(SHORTAGE, limit=40 * GIB).usable == 40 * GIB  # the process is allowed no more
-    assert taken_outside(SHORTAGE, context=GIB) == 2 * GIB
-    assert taken_outside(SHORTAGE, context=3 * GIB) == 0
+    assert taken_outside(SHORTAGE, usable=79 * GIB) == 2 * GIB
+    assert taken_outside(SHORTAGE, usable=77 * GIB) == 0
+    assert taken_outside(replace(SHORTAGE, limit=78 * GIB), usable=79 * GIB) == GIB  # it was allowed no more
 
 
 @pytest.mark.parametrize(
@@ -94,6 +96,10 @@ def test_verdict(shortage: Shortage, trials: list[Trial], verdict: str, reason: 
         ([NEED, trial("as recorded", True)], "the same allocations fit when they are replayed as recorded"),
         ([NEED, FAILS], "nothing shows what expandable segments would do"),
         ([NEED, FAILS, trial("expandable segments", None)], "nothing shows what expandable segments would do"),
+        (
+            [NEED, FAILS, trial("expandable segments", False), trial("nothing outside PyTorch", None)],
+            "nothing shows what a device without memory outside PyTorch would do",
+        ),
         ([FAILS, trial("expandable segments", True)], "the need of the whole run could not be measured"),
         (
             [NEED, FAILS, trial("expandable segments", True), trial("expandable segments", False, replayed=False)],
@@ -182,15 +188,16 @@ def test_expandable_segments_are_a_remedy_once() -> None:
     ("before", "after"),
     [
         ("", "expandable_segments:True"),
-        ("expandable_segments:False", "expandable_segments:True"),
+        ("expandable_segments:False", "expandable_segments:False,expandable_segments:True"),
         ("max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"),
-        ("expandable_segments : False, max_split_size_mb:64", "max_split_size_mb:64,expandable_segments:True"),
+        ("max_split_size_mb : 64,", "max_split_size_mb:64,expandable_segments:True"),
         ("roundup_power2_divisions:[256:1,>:4]", "roundup_power2_divisions:[256:1,>:4],expandable_segments:True"),
     ],
 )
 def test_settings_with_expandable_segments(before: str, after: str) -> None:
     assert with_expandable_segments(before).replace(" ", "") == after
     Memory(alloc_conf=with_expandable_segments(before))
+    assert has_expandable_segments(with_expandable_segments(before))
 
 
 def test_remedies_add_to_what_is_recomputed() -> None:
@@ -258,6 +265,21 @@ def test_text_without_a_diagnosis_has_the_facts() -> None:
     assert not any("Remedies" in line or "  by " in line for line in rest)
     assert message_lines(failure)[-1] == "  CUDA out of memory."
     assert message_lines(replace(failure, shortage=None)) == ["  CUDA out of memory."]
+
+
+def test_the_need_is_not_told_by_a_run_that_failed_itself() -> None:
+    trials = [replace(NEED, fits=False), FAILS, trial("expandable segments", False)]
+    assert diagnose(SHORTAGE, trials, complete=True) == ("capacity", "expandable segments do not make it fit")
+
+
+def test_text_of_what_waits_for_a_stream_and_of_a_limit() -> None:
+    shortage = replace(SHORTAGE, waiting=2 * GIB, limit=76 * GIB)
+    assert shortage.allocated + shortage.waiting + shortage.unusable == shortage.reserved
+    text = shortage.explain()
+    assert "waiting         2.00 GiB (2147483648 bytes) freed, but a stream is not done with it" in text
+    assert "unusable        4.00 GiB (4294967296 bytes) reserved and free: 4 free pieces" in text
+    assert "device free     1.00 GiB (1073741824 bytes), but PyTorch may reserve 76.00 GiB in all" in text
+    assert "the rest" not in text
 
 
 def test_json_holds_all_of_it() -> None:

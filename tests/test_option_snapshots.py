@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from _pytest.pytester import RunResult
 
+from pytest_mbmem import snapshots
 from pytest_mbmem.cli import main
+from pytest_mbmem.errors import UserError
 from pytest_mbmem.history.snapshot import Snapshot, read_snapshot
 from pytest_mbmem.measure.launch import Launcher
+from pytest_mbmem.measure.snapshot_files import write_snapshot
 
 KEPT = ".pytest_cache/d/mbmem-snapshots"
 
@@ -64,7 +68,7 @@ def run(project: pytest.Pytester, test: str, *arguments: str, cache: bool = True
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir() if path.name != ".gitignore")
 
 
 def only(folder: Path) -> Snapshot:
@@ -106,7 +110,6 @@ def test_a_failing_gate_leaves_the_snapshot_of_the_rank_that_failed(
 def test_a_gpu_that_is_too_small_leaves_the_snapshot_of_the_run_on_it(real_project: pytest.Pytester) -> None:
     """The headroom leaves 9 MiB, which are less than the 19 MiB that are live."""
     test = "def test_a(mbmem):\n    mbmem.measure(RECIPE)\n"
-    run(real_project, f'@pytest.mark.fits("l4-24gb", headroom="21.45 GiB")\n{test}').assert_outcomes(passed=1)
     result = run(real_project, f'@pytest.mark.fits("l4-24gb", headroom="21.49 GiB")\n{test}')
     result.assert_outcomes(failed=1)
     assert [e["action"] for e in only(real_project.path / KEPT).events].count("oom") == 1
@@ -119,6 +122,7 @@ def test_a_gpu_that_is_too_small_leaves_the_snapshot_of_the_run_on_it(real_proje
         pytest.param("@pytest.mark.peak_memory\ndef test_a(mbmem):\n    mbmem.measure(RECIPE)", id="no baseline"),
         pytest.param(f"@pytest.mark.xfail\n{REGRESSION}", id="expected"),
         pytest.param(REGRESSION.replace("1 MiB", "1 GiB"), id="passes"),
+        pytest.param(WHOLE.replace("1 MiB", "1 GiB"), id="whole test passes"),
     ],
 )
 def test_other_tests_leave_none(real_project: pytest.Pytester, test: str) -> None:
@@ -134,11 +138,58 @@ def test_without_a_cache_the_failure_says_how_to_get_one(real_project: pytest.Py
     result.stdout.fnmatch_lines([expected])
 
 
+def test_a_folder_that_cannot_be_made_is_said_in_the_failure(real_project: pytest.Pytester) -> None:
+    folder = real_project.path / KEPT
+    folder.parent.mkdir(parents=True)
+    folder.write_text("a file")
+    passing = WHOLE.replace("1 MiB", "1 GiB").replace("test_a", "test_c")
+    result = run(real_project, REGRESSION + WHOLE.replace("test_a", "test_b") + passing)
+    result.assert_outcomes(failed=2, passed=1)
+    said = [line for line in result.outlines if line.startswith("no memory snapshot: ")]
+    assert said == [f"no memory snapshot: {folder}: cannot be made (File exists)"] * 2
+
+
+def test_what_keeps_a_rank_from_running_again_is_said_in_the_failure(
+    real_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise UserError("no virtual GPU here")
+
+    monkeypatch.setattr(snapshots, "_call", refuse)
+    result = run(real_project, REGRESSION)
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["REGRESSION: *", "no memory snapshot: no virtual GPU here"])
+
+
+def test_a_whole_test_without_a_snapshot_says_so_and_names_none_of_before(real_project: pytest.Pytester) -> None:
+    run(real_project, WHOLE_OUT_OF_MEMORY, "--mbmem-snapshots=s").assert_outcomes(failed=1)
+    assert len(files(real_project.path / "s")) == 1
+    growing = WHOLE_OUT_OF_MEMORY.replace('peak_memory(limit="1 MiB")', "no_memory_growth")
+    result = run(real_project, growing, "--mbmem-snapshots=s")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "no memory snapshot: PyTorch's allocator did not record its history *",
+            "note: *::test_a: --mbmem-snapshots: none of this test, as PyTorch's allocator did not record *",
+        ]
+    )
+    assert "memory snapshot of rank" not in result.stdout.str()
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path: Path) -> None:
+    file, left = tmp_path / "a[1].pickle", tmp_path / f".a[1].pickle.{2**31}.part"
+    others = {f".a[1].pickle.{os.getppid()}.part", f".b.pickle.{2**31}.part"}
+    for name in (left.name, *others):
+        (tmp_path / name).write_text("")
+    write_snapshot({"segments": []}, file)
+    assert set(files(tmp_path)) == {file.name, *others}
+
+
 def test_every_measured_rank_of_every_measurement_is_written(real_project: pytest.Pytester) -> None:
     result = run(
         real_project,
         """
-@pytest.mark.parametrize("text", ["a/../b", "a b", "y" * 300])
+@pytest.mark.parametrize("text", ["a/../b"])
 def test_a(mbmem, text):
     mbmem.measure(RECIPE)
 
@@ -158,17 +209,23 @@ def test_d():
         "--mbmem-snapshots=s",
         "--mbmem-timeout=300",
     )
-    result.assert_outcomes(passed=6)
+    result.assert_outcomes(passed=4)
     folder = real_project.path / "s"
     names = files(folder)
     counts = {letter: sum(f"_test_{letter}" in name for name in names) for letter in "abcd"}
-    assert counts == {"a": 6, "b": 6, "c": 4, "d": 1}
-    assert all(len(name) < 200 and name.isascii() and "/" not in name for name in names)
+    assert counts == {"a": 2, "b": 6, "c": 4, "d": 1}
     settings = {read_snapshot(folder / name).alloc_conf for name in names if "_test_c" in name}
     assert settings == {"", "expandable_segments:True"}
     ranks = [read_snapshot(folder / name).events for name in names if "_test_b_named" in name]
     assert len(ranks[0]) != len(ranks[1])
     assert not (real_project.path / KEPT).exists()
+
+
+def test_a_name_is_of_one_file_on_any_file_system() -> None:
+    texts = ["a/../b", "a b", "a_b", "y" * 300, "z" + "y" * 300, "\udcff", "é"]
+    names = {snapshots._file_name(f"t.py::test_a[{text}]", 0) for text in texts}
+    assert len(names) == len(texts)
+    assert all(len(name) < 200 and name.isascii() and "/" not in name for name in names)
 
 
 @pytest.mark.parametrize("test", [REGRESSION, WHOLE, OUT_OF_MEMORY])
@@ -200,15 +257,31 @@ def test_pytorchs_own_viewer_reads_them(real_project: pytest.Pytester, launcher:
     assert "= cudaMalloc(" in viewed.output
 
 
-def test_a_worker_of_xdist_writes_them(real_project: pytest.Pytester) -> None:
-    ini = real_project.path / "tox.ini"
+WRITES = """
+
+def call_all(self, calls, environment, timeout):
+    from pytest_mbmem.measure.workers import CallResult
+
+    for _, arguments in calls:
+        Path(arguments["file"]).write_bytes(b"")
+    return [CallResult(value=None) for _ in calls]
+
+
+FakeLauncher.call_all = call_all
+"""
+
+
+def test_a_worker_of_xdist_has_them_written(project: pytest.Pytester) -> None:
+    ini = project.path / "tox.ini"
     ini.write_text(ini.read_text().replace("-p no:cacheprovider ", ""))
-    real_project.makepyfile(MEASURES.format(test=REGRESSION + WHOLE.replace("test_a", "test_b")))
-    result = real_project.runpytest_subprocess("-n", "1")
+    with project.path.joinpath("conftest.py").open("a") as conftest:
+        conftest.write(WRITES)
+    project.makepyfile(MEASURES.format(test=REGRESSION + REGRESSION.replace("test_a", "test_b")))
+    result = project.runpytest_subprocess("-n", "1")
     result.assert_outcomes(failed=2)
-    assert len(files(real_project.path / KEPT)) == 2
+    assert len(files(project.path / KEPT)) == 2
     commands = [line for line in result.stdout.lines if line.startswith("  mbmem snapshot ")]
-    assert {Path(line.split()[-1]).name for line in commands} == set(files(real_project.path / KEPT))
+    assert {Path(line.split()[-1]).name for line in commands} == set(files(project.path / KEPT))
 
 
 # Mistakes -------------------------------------------------------------------------------------------------------------
@@ -233,11 +306,9 @@ def test_a_folder_that_cannot_be_is_one_message(project: pytest.Pytester, value:
 
 @pytest.mark.parametrize("test", [REGRESSION.replace("1 MiB", "1 GiB"), WHOLE.replace("1 MiB", "1 GiB")])
 def test_a_file_that_cannot_be_written_fails_the_test(real_project: pytest.Pytester, test: str) -> None:
-    run(real_project, test, "--mbmem-snapshots=s").assert_outcomes(passed=1)
     folder = real_project.path / "s"
-    name = files(folder)[0]
-    (folder / name).unlink()
-    (folder / name).mkdir()
+    name = snapshots._file_name("test_it.py::test_a", 0)
+    (folder / name).mkdir(parents=True)
     result = run(real_project, test, "--mbmem-snapshots=s")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"*--mbmem-snapshots: {folder / name}: cannot be written (Is a directory)"])

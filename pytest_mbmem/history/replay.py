@@ -7,12 +7,16 @@ back is not in the history, so a replay does not make it either, where it might 
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+from .. import alloc_conf
+from ..errors import UserError
+from ..virtual_gpu.gpus import MOST_BYTES
 from .segments import held_at, reserved_levels
 from .snapshot import Event, Snapshot
 
@@ -89,7 +93,8 @@ class Recorded:
     segment_bytes: int
     segment_allocations: int
     failed: int | None = None  # index of the event
-    limit: int | None = None  # bytes that PyTorch could have had; known only where an allocation failed
+    limit: int | None = None  # bytes that the device had for PyTorch; known only where an allocation failed
+    total: int | None = None  # bytes of the whole device, at least
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> Recorded:
@@ -101,14 +106,31 @@ class Recorded:
             return cls(levels.peak, len(sizes), sum(sizes), levels.allocations)
         levels, held = reserved_levels(events[:failed]), held_at(events, failed)
         reserved = sum(h.reserved for h in held)
+        limit = reserved + events[failed]["device_free"]
         return cls(
             peak_reserved=levels.peak,
             segments=sum(h.segments for h in held),
             segment_bytes=reserved,
             segment_allocations=levels.allocations,
             failed=failed,
-            limit=reserved + events[failed]["device_free"],
+            limit=limit,
+            total=_least_device(limit, levels.peak, snapshot.alloc_conf),
         )
+
+
+def _least_device(limit: int, peak: int, settings: str) -> int:
+    """Bytes of the smallest device that had `limit` for PyTorch, and let it reserve `peak` with these settings.
+
+    These may allow PyTorch a fraction of the whole device, whose size is not in a snapshot.
+    """
+    try:
+        fraction = float(alloc_conf.parse(settings, "settings").get("per_process_memory_fraction", 1))
+    except UserError:  # PyTorch took them, so it read something else than is written
+        return limit
+    if fraction <= 0 or peak / fraction > MOST_BYTES:
+        return limit
+    total = max(limit, math.ceil(peak / fraction))
+    return total if int(fraction * total) >= peak else total + 1
 
 
 def operations(events: Sequence[Event]) -> array[int]:

@@ -6,12 +6,14 @@ asked for when somebody will read the answer.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import alloc_conf as settings
 from ..errors import UserError
 from ..measurement import Failure, Measurement, RankMeasurement
 from ..oom import Circumstance, Diagnosis, Remedy, Shortage, Trial, diagnose, taken_outside
@@ -22,6 +24,7 @@ from . import ranks as rank_choice
 from .ranks import Rank
 
 if TYPE_CHECKING:
+    from ..virtual_gpu.gpus import Gpu
     from .launch import Launcher
     from .workers import CallResult
 
@@ -43,13 +46,18 @@ def explained(launcher: Launcher, measurement: Measurement) -> Measurement:
     return _with(measurement, launcher.diagnoses[key])
 
 
-def explained_by_history(launcher: Launcher, measurement: Measurement, file: Path) -> Measurement:
-    """The same of a test that ran whole in a worker: `file` has its allocations up to the failed request."""
+def explained_by_history(launcher: Launcher, measurement: Measurement, file: Path, request: int) -> Measurement:
+    """The same of a test that ran whole in a worker, by its history in the file: `request` is the event that failed."""
     _, shortage = _failed(measurement)
-    replays = _Replays(launcher, shortage, file, {})
+    replays = _Replays(launcher, shortage, file, {}, request)
     trials = [replays.trial("without limit"), *replays.trials()]
     verdict, reason = diagnose(shortage, trials, complete=False)
     return _with(measurement, Diagnosis(verdict, reason, tuple(trials)))
+
+
+def not_explained(measurement: Measurement, reason: str) -> Measurement:
+    """The measurement, whose failure says why nothing more is known."""
+    return _with(measurement, Diagnosis("unknown", reason))
 
 
 def _failed(measurement: Measurement) -> tuple[Failure, Shortage]:
@@ -67,19 +75,43 @@ def _with(measurement: Measurement, diagnosis: Diagnosis) -> Measurement:
     return replace(measurement, failure=replace(failure, shortage=replace(shortage, diagnosis=diagnosis)))
 
 
-class _Replays:
-    """Of a recorded history, on virtual GPUs of several sizes and with several settings of the allocator."""
+def _device(gpu: Gpu, alloc_conf: str, usable: int | None) -> dict[str, str]:
+    """The environment of a device on which PyTorch can have so many bytes; None: without limit.
 
-    def __init__(self, launcher: Launcher, shortage: Shortage, file: Path, environment: Mapping[str, str]) -> None:
+    Settings may allow PyTorch a fraction of the whole device, which for that reason stays as large as it is: the
+    context takes what is not usable. Without limit it is so large that the fraction is.
+    """
+    total = gpu.capacity
+    if usable is None:
+        usable = MOST_BYTES - gpu.context_bytes
+        fraction = float(settings.parse(alloc_conf, "memory.alloc_conf").get("per_process_memory_fraction", 1))
+        total = math.ceil(MOST_BYTES / (fraction or 1))
+    return {"MBMEM_GPU_CAPACITY": str(total), "MBMEM_GPU_CONTEXT_BYTES": str(total - usable)}
+
+
+class _Replays:
+    """Of a recorded history, on virtual GPUs of several sizes and with several settings of the allocator.
+
+    With `request`, up to that event: an allocation that failed. Those that failed before it are left out.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        shortage: Shortage,
+        file: Path,
+        environment: Mapping[str, str],
+        request: int | None = None,
+    ) -> None:
         self._launcher, self._shortage, self._file = launcher, shortage, file
-        self._environment = environment
+        self._environment, self._request = environment, request
 
     def trials(self) -> list[Trial]:
         """All that tell the verdicts apart, as far as those before leave it open."""
         found = [self.trial("as recorded")]
         if found[0].fits is False and not self._shortage.expandable_segments:
             found.append(self.trial("expandable segments"))
-        if found[-1].fits is False and taken_outside(self._shortage, self._launcher.gpu.context_bytes):
+        if found[-1].fits is False and taken_outside(self._shortage, self._launcher.gpu.usable):
             found.append(self.trial("nothing outside PyTorch"))
         return found
 
@@ -87,20 +119,24 @@ class _Replays:
         """Replay under one circumstance."""
         from .launch import allocator_environment
 
-        context = self._launcher.gpu.context_bytes
-        conf, capacity = self._shortage.alloc_conf, self._shortage.usable + context
+        gpu, conf = self._launcher.gpu, self._shortage.alloc_conf
+        usable: int | None = self._shortage.usable
         if under == "expandable segments":
             conf = with_expandable_segments(conf)
         elif under == "without limit":
-            capacity = MOST_BYTES
+            usable = None
         elif under == "nothing outside PyTorch":
-            capacity = self._launcher.gpu.capacity
-        environment = {**self._environment, **allocator_environment(conf), "MBMEM_GPU_CAPACITY": str(capacity)}
-        arguments = {"path": str(self._file), "device": 0}
-        result = self._launcher.call("pytest_mbmem.measure.replay:replay_file", arguments, environment=environment)
+            usable = min(self._shortage.limit, gpu.usable)
+        environment = {**self._environment, **allocator_environment(conf), **_device(gpu, conf, usable)}
+        arguments = {"file": str(self._file), "request": self._request}
+        result = self._launcher.call(
+            "pytest_mbmem.measure.oom_worker:replay_history", arguments, environment=environment
+        )
         if result.failure is not None:
             return Trial(under, replayed=True, fits=None, note=_reason(result))
         value = result.value
+        if "refused" in value:
+            return Trial(under, replayed=True, fits=None, note=value["refused"])
         failed = value["failed"]
         return Trial(
             under,
@@ -118,7 +154,6 @@ class _Investigation:
     def __init__(self, launcher: Launcher, recipe: Recipe, rank: int, shortage: Shortage) -> None:
         self._launcher, self._recipe, self._shortage = launcher, recipe, shortage
         self._rank = rank_choice.at(recipe, rank)
-        self._capacity = shortage.usable + launcher.gpu.context_bytes
 
     def diagnosis(self) -> Diagnosis:
         """All trials, the verdict, and the remedies that are worth a try by it."""
@@ -142,7 +177,7 @@ class _Investigation:
             file = Path(folder) / "history.pickle"
             arguments = {"file": str(file), **self._arguments(self._recipe, self._rank)}
             call = ("pytest_mbmem.measure.oom_worker:measure_and_record", arguments)
-            (result,) = self._run([call], self._recipe, MOST_BYTES)
+            (result,) = self._run([call], self._recipe, None)
             trial, need = _run_trial("without limit", result)
             if trial.fits is None:
                 return [trial], None
@@ -155,7 +190,7 @@ class _Investigation:
     def _with_expandable_segments(self) -> Trial:
         recipe = self._recipe.but(alloc_conf=with_expandable_segments(self._recipe.memory.alloc_conf))
         call = ("pytest_mbmem.measure.worker:measure_rank", {**self._arguments(recipe, self._rank), "record": False})
-        (result,) = self._run([call], recipe, self._capacity)
+        (result,) = self._run([call], recipe, self._shortage.usable)
         return _run_trial("expandable segments", result)[0]
 
     @staticmethod
@@ -174,7 +209,7 @@ class _Investigation:
         """
         recipes = {r.name: self._changed(r, steps) for r in advised if not r.note}
         ranks = {name: self._counterparts(recipe) for name, recipe in recipes.items()}
-        without_limit = self._measure_all(recipes, ranks, MOST_BYTES)
+        without_limit = self._measure_all(recipes, ranks, None)
         found: dict[str, Remedy] = {}
         undecided: list[str] = []
         for remedy in advised:
@@ -198,7 +233,7 @@ class _Investigation:
             found[remedy.name] = replace(remedy, peak_allocated=peak, saved=before - peak, fits=fits)
             if remedy.name == EXPANDABLE:
                 before = peak
-        on_this = self._measure_all(recipes, {name: ranks[name] for name in undecided}, self._capacity)
+        on_this = self._measure_all(recipes, {name: ranks[name] for name in undecided}, self._shortage.usable)
         for name, answers in on_this.items():
             fitting = [_run_trial("as recorded", answer)[0].fits for answer in answers]
             found[name] = replace(found[name], fits=None if None in fitting else all(fitting))
@@ -218,7 +253,7 @@ class _Investigation:
         return [rank_choice.at(other, within + theirs.tp * theirs.cp * theirs.dp * stage) for stage in sorted(stages)]
 
     def _measure_all(
-        self, recipes: Mapping[str, Recipe], ranks: Mapping[str, Sequence[Rank]], capacity: int
+        self, recipes: Mapping[str, Recipe], ranks: Mapping[str, Sequence[Rank]], usable: int | None
     ) -> dict[str, list[CallResult]]:
         """Results by name of the remedy and rank; all of them have the same environment."""
         names = [name for name, several in ranks.items() for _ in several]
@@ -232,15 +267,19 @@ class _Investigation:
         ]
         results: dict[str, list[CallResult]] = {name: [] for name in ranks}
         if calls:
-            answers = self._run(calls, recipes[names[0]], capacity)
+            answers = self._run(calls, recipes[names[0]], usable)
             for name, answer in zip(names, answers, strict=True):
                 results[name].append(answer)
         return results
 
-    def _run(self, calls: Sequence[tuple[str, Mapping[str, Any]]], recipe: Recipe, capacity: int) -> list[CallResult]:
+    def _run(
+        self, calls: Sequence[tuple[str, Mapping[str, Any]]], recipe: Recipe, usable: int | None
+    ) -> list[CallResult]:
+        """On a device on which PyTorch can have so many bytes; None: without limit."""
         from .launch import recipe_environment
 
-        environment = {**recipe_environment(recipe), "MBMEM_GPU_CAPACITY": str(capacity)}
+        device = _device(self._launcher.gpu, recipe.memory.alloc_conf, usable)
+        environment = {**recipe_environment(recipe), **device}
         return self._launcher.call_all(calls, environment, self._launcher.timeout)
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .. import alloc_conf
-from ..errors import Refused
+from ..errors import Refused, UserError
 from ..history.replay import Failed, Kind, ReplayResult, each, operations
 from ..history.snapshot import read_snapshot
 from . import allocator
@@ -33,15 +33,15 @@ def replay_operations(recorded: bytes, retries: bool, settings: str) -> dict[str
     """The same for `history.replay.operations`, or {"refused": reason} where PyTorch takes no or ignores some settings.
 
     With `retries` the cache is emptied where an allocation of the recorded run did so, for a run whose limit is not
-    known. `settings` are those of the environment that must be in effect.
+    known. `settings` are those of the environment that must be in effect; empty: not checked.
     """
     flat = array("q")
     flat.frombytes(recorded)
     try:
         result = _replay(flat, retries)
-    except Refused as error:
+        wrong = alloc_conf.not_in_effect(alloc_conf.parse(settings, "settings"), allocator.reported())
+    except (Refused, UserError) as error:
         return {"refused": str(error)}
-    wrong = alloc_conf.not_in_effect(alloc_conf.parse(settings, "settings"), allocator.reported())
     return {"refused": f"torch {torch.__version__} ignores {'; '.join(wrong)}"} if wrong else result
 
 

@@ -37,6 +37,7 @@ class Limit:
 
     size: int | None  # bytes; None: without limit
     reason: str
+    total: int | None = None  # bytes of the whole device, of which settings may allow a fraction; None: `size`
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,8 @@ def limit_of(capacity: str | None, gpu: Gpu, *, named: bool) -> Limit | None:
     if size <= gpu.context_bytes:
         raise UserError(f"--capacity: {show(capacity)} leaves nothing for PyTorch: {context}")
     usable = size - gpu.context_bytes
-    return Limit(usable, f"{format_bytes(size)} of capacity, of which {context}: {format_bytes(usable)} for PyTorch")
+    reason = f"{format_bytes(size)} of capacity, of which {context}: {format_bytes(usable)} for PyTorch"
+    return Limit(usable, reason, size)
 
 
 def replay_snapshot(
@@ -102,14 +104,15 @@ def replay_snapshot(
                     f"--alloc-conf: {show(text)}: only PyTorch's own allocator (backend:native) is replayed"
                 )
 
-    def run(text: str, most: int | None, source: str, *, unchanged: bool = False) -> Run:
+    def run(text: str, limit: Limit, source: str, *, retries: bool = False, check: bool = False) -> Run:
+        size = MOST_BYTES if limit.size is None else limit.size
+        total = size if limit.total is None else limit.total
         environment = {
             **allocator_environment(text),
-            "MBMEM_GPU_CAPACITY": str(MOST_BYTES if most is None else most),
-            "MBMEM_GPU_CONTEXT_BYTES": "0",
+            "MBMEM_GPU_CAPACITY": str(total),
+            "MBMEM_GPU_CONTEXT_BYTES": str(total - size),
         }
-        retries = unchanged and most is None
-        arguments = {"recorded": packed, "retries": retries, "settings": "" if unchanged else text}
+        arguments = {"recorded": packed, "retries": retries, "settings": text if check else ""}
         call = launcher.call("pytest_mbmem.measure.replay:replay_operations", arguments, environment=environment)
         if call.failure is not None:
             raise UserError(
@@ -121,11 +124,15 @@ def replay_snapshot(
 
     if not snapshot.alloc_conf.isprintable():
         raise UserError(f"{snapshot.path}: the recorded settings are no text: {show(snapshot.alloc_conf)}")
-    unchanged = run(snapshot.alloc_conf, recorded.limit, f"{snapshot.path}: recorded settings", unchanged=True)
-    if limit is None and recorded.limit is not None:
-        limit = Limit(recorded.limit, f"{format_bytes(recorded.limit)} for PyTorch, as the recorded run had")
-    elif limit is None:
-        limit = Limit(None, "without limit (name one with --capacity or --virtual-gpu)")
-    wanted = [snapshot.alloc_conf] if settings is None else settings
-    changed = tuple(run(text, limit.size, "--alloc-conf") for text in wanted)
-    return Replays(snapshot, recorded, limit, unchanged, changed)
+    own = Limit(None, "without limit (name one with --capacity or --virtual-gpu)")
+    if recorded.limit is not None:
+        reason = f"{format_bytes(recorded.limit)} for PyTorch, as the recorded run had"
+        own = Limit(recorded.limit, reason, recorded.total)
+    source = f"{snapshot.path}: recorded settings"  # which PyTorch took: they are not checked again
+    unchanged = run(snapshot.alloc_conf, own, source, retries=own.size is None)
+    limit = limit or own
+    if settings is None:
+        changed = [run(snapshot.alloc_conf, limit, source)]
+    else:
+        changed = [run(text, limit, "--alloc-conf", check=True) for text in settings]
+    return Replays(snapshot, recorded, limit, unchanged, tuple(changed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import glob
 import os
 import pickle
 from collections.abc import Mapping
@@ -11,7 +12,13 @@ from typing import Any
 
 
 def write_snapshot(snapshot: Mapping[str, Any], file: Path) -> None:
-    """Write it whole or not at all. Raises `OSError`."""
+    """Write it whole or not at all. Raises `OSError`.
+
+    Removes what a process that was killed meanwhile has left of it.
+    """
+    for left in file.parent.glob(f".{glob.escape(file.name)}.*.part"):
+        if not Path("/proc", left.suffixes[-2].removeprefix(".")).exists():
+            left.unlink(missing_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
     collecting = gc.isenabled()
     gc.disable()  # there may be millions of objects, none of which is garbage

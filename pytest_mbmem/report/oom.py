@@ -66,8 +66,14 @@ def _facts(shortage: Shortage) -> Iterator[tuple[str, str]]:
     pieces = f"{shortage.pieces} free piece{'s' if shortage.pieces != 1 else ''}"
     if shortage.pieces:
         pieces += f", the largest {format_bytes(shortage.largest_piece)}"
+    if shortage.waiting:
+        yield "waiting", f"{exactly(shortage.waiting)} freed, but a stream is not done with it"
     yield "unusable", f"{exactly(shortage.unusable)} reserved and free: {pieces}"
-    yield "device free", f"{exactly(shortage.device_free)} of {format_bytes(shortage.limit)}"
+    if shortage.reserved + shortage.device_free > shortage.limit:  # a fraction of the device
+        limit = f"PyTorch may reserve {format_bytes(shortage.limit)} in all"
+        yield "device free", f"{exactly(shortage.device_free)}, but {limit}"
+    else:
+        yield "device free", f"{exactly(shortage.device_free)} of {format_bytes(shortage.limit)}"
     if (outside := shortage.limit - shortage.usable) > 0:
         yield "the rest", f"{exactly(outside)}: CUDA context, and what else is outside PyTorch"
     yield "allocator", shortage.alloc_conf or "default settings"

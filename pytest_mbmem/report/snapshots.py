@@ -51,7 +51,7 @@ def _when(summary: Summary, event: int, phase: str) -> str:
 
 def _by_owner(owners: Mapping[Owner, int]) -> dict[tuple[str, ...], int]:
     return {
-        (o.category, o.module + (f" x {o.modules}" if o.modules > 1 else ""), o.line): size
+        (o.category, o.module + (f" \u00d7 {o.modules}" if o.modules > 1 else ""), o.line): size
         for o, size in owners.items()
     }
 

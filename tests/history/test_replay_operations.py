@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from made_snapshots import MIB, event, oom, segment
@@ -151,4 +152,22 @@ def test_of_a_run_that_failed_it_is_what_was_there_then() -> None:
         event("segment_free", 2**30, 20 * MIB),
         event("segment_alloc", 2**30, 200 * MIB),
     ]
-    assert Recorded.of(snapshot(events)) == Recorded(20 * MIB, 1, 20 * MIB, 1, failed=2, limit=70 * MIB)
+    recorded = Recorded(20 * MIB, 1, 20 * MIB, 1, failed=2, limit=70 * MIB, total=70 * MIB)
+    assert Recorded.of(snapshot(events)) == recorded
+
+
+@pytest.mark.parametrize(
+    ("settings", "total"),
+    [
+        ("per_process_memory_fraction:0.5", 70 * MIB),
+        ("expandable_segments:True,per_process_memory_fraction:0.1", 200 * MIB),  # else 20 MiB were not allowed
+        ("per_process_memory_fraction:0.13", 161319385),  # of which 0.13 are 20 MiB and a part of a byte
+        ("per_process_memory_fraction:0", 70 * MIB),
+        ("per_process_memory_fraction:1e-300", 70 * MIB),
+        ("per_process_memory_fraction:0.1x", 70 * MIB),
+    ],
+)
+def test_the_device_was_so_large_that_a_fraction_of_it_held_what_was_reserved(settings: str, total: int) -> None:
+    events = [event("segment_alloc", 2**30, 20 * MIB), oom(100 * MIB, 50 * MIB)]
+    recorded = Recorded.of(Snapshot(Path("s.pickle"), 0, events, [], {"PYTORCH_CUDA_ALLOC_CONF": settings}))
+    assert (recorded.limit, recorded.total) == (70 * MIB, total)

@@ -79,8 +79,23 @@ def too_small(at: At, without_limit: dict[str, int]) -> Launcher:
     return at(without_limit["expandable allocated"] - 256 * MIB)
 
 
-def test_the_facts_are_those_of_pytorch(fragmented: Launcher, without_limit: dict[str, int]) -> None:
-    measurement, failure, shortage = failed(fragmented, RECIPE)
+@pytest.fixture(scope="module")
+def in_pieces(fragmented: Launcher) -> Measurement:
+    """Of the recipe there."""
+    return failed(fragmented, RECIPE)[0]
+
+
+@pytest.fixture(scope="module")
+def lacking(too_small: Launcher) -> Measurement:
+    """Of the recipe there."""
+    return failed(too_small, RECIPE)[0]
+
+
+def test_the_facts_are_those_of_pytorch(in_pieces: Measurement, without_limit: dict[str, int]) -> None:
+    measurement, failure = in_pieces, in_pieces.failure
+    assert failure is not None
+    shortage = failure.shortage
+    assert shortage is not None
     message = failure.message
     assert (failure.kind, failure.name) == ("out of memory", "step-2/forward")
     assert parse_bytes(_in(message, r"Tried to allocate (\S+ \w+)"), "") == shortage.requested
@@ -122,10 +137,10 @@ def test_the_module_that_ran_in_backward_is_named(at: At) -> None:
     assert shortage.line.endswith(" (backward)")
 
 
-def test_fragmentation(fragmented: Launcher, without_limit: dict[str, int]) -> None:
-    measurement, _, before = failed(fragmented, RECIPE)
-    shortage = explained(fragmented, measurement)
-    assert replace(shortage, diagnosis=None) == before
+def test_fragmentation(fragmented: Launcher, in_pieces: Measurement, without_limit: dict[str, int]) -> None:
+    shortage = explained(fragmented, in_pieces)
+    assert in_pieces.failure is not None
+    assert replace(shortage, diagnosis=None) == in_pieces.failure.shortage
     diagnosis = shortage.diagnosis
     assert diagnosis is not None
     assert diagnosis.verdict == shortage.verdict == "fragmentation"
@@ -147,10 +162,24 @@ def test_fragmentation(fragmented: Launcher, without_limit: dict[str, int]) -> N
     assert {remedy.note for remedy in others} == {"not measured: expandable segments are enough"}
 
 
-def test_capacity(at: At, too_small: Launcher, without_limit: dict[str, int]) -> None:
-    measurement, *_ = failed(too_small, RECIPE)
-    shortage = explained(too_small, measurement)
-    diagnosis = shortage.diagnosis
+def test_a_fraction_of_the_device_is_taken_once(launcher: Launcher, without_limit: dict[str, int]) -> None:
+    """PyTorch takes it, and the trials leave that to PyTorch."""
+    half = "per_process_memory_fraction:0.5"
+    there = launcher.on(replace(launcher.gpu, capacity=2 * without_limit["expandable reserved"]))
+    measurement, _, shortage = failed(there, RECIPE.but(alloc_conf=half))
+    assert shortage.usable == shortage.limit == without_limit["expandable reserved"]
+    diagnosis = explained(there, measurement).diagnosis
+    assert diagnosis is not None
+    assert diagnosis.verdict == "fragmentation", diagnosis
+    need, recorded, replayed, again = diagnosis.trials
+    assert (need.fits, need.peak_reserved) == (True, without_limit["reserved"])
+    assert (recorded.fits, recorded.failed_request) == (False, shortage.requested)
+    assert replayed.fits
+    assert replayed.peak_allocated == again.peak_allocated == without_limit["expandable allocated"]
+
+
+def test_capacity(at: At, too_small: Launcher, lacking: Measurement, without_limit: dict[str, int]) -> None:
+    diagnosis = explained(too_small, lacking).diagnosis
     assert diagnosis is not None
     assert diagnosis.verdict == "capacity"
     assert [(t.under, t.fits) for t in diagnosis.trials] == [
@@ -168,7 +197,7 @@ def test_capacity(at: At, too_small: Launcher, without_limit: dict[str, int]) ->
         "TP 1 -> 2": True,
     }
     most = at(MOST_BYTES - 2**30)
-    for remedy in diagnosis.remedies:
+    for remedy in map(diagnosis.remedy, ("expandable segments", "recompute core_attn", "PP 1 -> 2, keeping DP")):
         changed = RECIPE.but(**{**EXPANDABLE, **remedy.changes})
         ranks = [0, 1] if "pp" in remedy.changes else [0]  # of the stage that was split, both ends
         assert remedy.peak_allocated == max(measured(most, changed, rank).peak() for rank in ranks), remedy.name
@@ -201,9 +230,13 @@ def test_with_expandable_segments_it_is_capacity(too_small: Launcher) -> None:
     assert "expandable segments" not in [remedy.name for remedy in diagnosis.remedies]
 
 
-def test_a_failure_is_explained_once(too_small: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
-    measurement, *_ = failed(too_small, RECIPE.but(micro_batch_size=8))
+def test_a_failure_is_explained_once_and_its_history_is_gone(
+    too_small: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    measurement, *_ = failed(too_small, RECIPE.but(micro_batch_size=8, steps=1))
     first = too_small.explain(measurement)
+    assert list(tmp_path.iterdir()) == []
 
     def never(*_: Any, **__: Any) -> None:
         raise AssertionError("measured again")
@@ -265,16 +298,8 @@ def test_experts_have_remedies_of_their_own(at: At) -> None:
         ({"recipe": None}, "the measurement is of no recipe"),
     ],
 )
-def test_what_cannot_be_explained(too_small: Launcher, change: dict[str, Any], message: str) -> None:
-    measurement, *_ = failed(too_small, RECIPE)
-    with pytest.raises(UserError, match=message):
-        too_small.explain(replace(measurement, **change))
-
-
-def test_the_history_file_is_gone_afterwards(
-    too_small: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_cannot_be_explained(
+    too_small: Launcher, lacking: Measurement, change: dict[str, Any], message: str
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    measurement, *_ = failed(too_small, RECIPE.but(micro_batch_size=8, steps=1))
-    too_small.explain(measurement)
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match=message):
+        too_small.explain(replace(lacking, **change))

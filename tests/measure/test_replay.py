@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,23 @@ def test_the_limit_of_a_run_that_failed_is_known(launcher: Launcher, tmp_path: P
     assert fits(replays) == [False, True]
 
 
+def test_a_fraction_of_the_recorded_settings_is_of_the_whole_device(launcher: Launcher, tmp_path: Path) -> None:
+    """Half of 512 MiB, of which 32 are outside PyTorch: it may have 256 MiB, not half of the other 480."""
+    half = "per_process_memory_fraction:0.5"
+    device = {"MBMEM_GPU_CAPACITY": str(512 * MIB), "MBMEM_GPU_CONTEXT_BYTES": str(32 * MIB)}
+    record(launcher, tmp_path / "s.pickle", "fragmented", half, environment=device)
+    snapshot = read_snapshot(tmp_path / "s.pickle")
+    replays = replay_snapshot(launcher, snapshot, [half, ""], None)
+    assert replays.recorded.limit == 480 * MIB
+    assert replays.recorded.peak_reserved > 240 * MIB
+    assert replays.differences == []
+    assert fits(replays) == [False, True]
+    gpu = replace(load_gpus()["h100-80gb"], context_bytes=32 * MIB)
+    (named,) = replay_snapshot(launcher, snapshot, None, limit_of("512 MiB", gpu, named=False)).changed
+    ends = [run.result.failed and run.result.failed.operation for run in (named, replays.changed[0])]
+    assert ends == [replays.recorded.failed] * 2
+
+
 def test_without_a_limit_a_replay_does_as_the_run_did_and_empties_the_cache(launcher: Launcher, tmp_path: Path) -> None:
     replays = replay_snapshot(launcher, snapshot_of(launcher, tmp_path, "scarce"), None, None)
     assert replays.recorded.limit is replays.limit.size is None
@@ -246,6 +263,20 @@ def test_recorded_settings_that_pytorch_does_not_take_name_the_file(launcher: La
             UserError, match=r"the recorded settings|recorded settings: 'old_setting:1': PyTorch refuses"
         ):
             replay_snapshot(launcher, snapshot, None, None)
+
+
+@pytest.mark.parametrize("settings", ["max_split_size_mb:64abc", "garbage_collection_threshold:0.8"])
+def test_recorded_settings_that_only_pytorch_takes_are_replayed(
+    launcher: Launcher, tmp_path: Path, settings: str
+) -> None:
+    """As --alloc-conf they are refused: PyTorch reads on over a part of them, or does nothing with them."""
+    events = [event("segment_alloc", 2**30, 2 * MIB), event("alloc", 2**30, 1000)]
+    snapshot = Snapshot(tmp_path, 0, events, [{"total_size": 2 * MIB}], {"PYTORCH_CUDA_ALLOC_CONF": settings})
+    replays = replay_snapshot(launcher, snapshot, None, None)
+    assert replays.differences == []
+    assert [run.settings for run in replays.changed] == [settings]
+    with pytest.raises(UserError, match="--alloc-conf: "):
+        replay_snapshot(launcher, snapshot, [settings], None)
 
 
 def test_a_capacity_is_of_the_whole_gpu() -> None:
