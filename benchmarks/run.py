@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from pytest_mbmem import Model, Parallelism, Recipe, Training, preset
-from pytest_mbmem.measure.launch import Launcher
+from pytest_mbmem.measure.launch import Launcher, recipe_environment
 from pytest_mbmem.virtual_gpu.build import ensure_driver
 from pytest_mbmem.virtual_gpu.gpus import load_gpus
 
@@ -62,6 +62,23 @@ def plugin_import() -> None:
     program = f"import pytest; {program}"
     times = [float(subprocess.check_output([sys.executable, "-c", program])) for _ in range(5)]
     row("importing the plugin", f"{min(times) * 1000:.0f} ms", "50 ms")
+
+
+def history(launcher: Launcher) -> None:
+    """What recording and attributing the allocator's history adds to a measurement with its counting of FLOPs."""
+    worker = "pytest_mbmem.measure.worker"
+
+    def run(recipe: Recipe, record: bool) -> float:
+        rank = {"recipe": recipe.to_dict(), "virtual": True, "rank": 0}
+        measure = {**rank, "coordinates": {}, "stands_for": 1, "record": record}
+        calls = [(f"{worker}:measure_rank", measure), (f"{worker}:count_rank", rank)]
+        return seconds(lambda: launcher.call_all(calls, recipe_environment(recipe), launcher.timeout))
+
+    large = LLAMA_70B.but(steps=2, alloc_conf="expandable_segments:True")
+    for name, recipe, times in (("12 layers", SMALL, 9), ("a rank of Llama 3 70B", large, 3)):
+        turns = [(run(recipe, False), run(recipe, True)) for _ in range(times)]
+        without, with_history = (statistics.median(t) for t in zip(*turns, strict=True))
+        row(f"history and owners, of a measurement of {name}", f"{with_history / without - 1:+.0%}", "+30%")
 
 
 def leave_a_million_events(file: str) -> None:
@@ -117,6 +134,7 @@ def main() -> None:
         row(f"one rank of a job of {recipe.world_size:,}", f"{cost:.2f} s", "flat")
     cost = seconds(lambda: launcher.measure(LLAMA_70B))
     row("Llama 3 70B, TP4 PP4 VPP5 DP2, batch 32 x 4096, distinct ranks, 3 steps", f"{cost:.1f} s", "45 s on 2 cores")
+    history(launcher)
     snapshots(launcher)
     launcher.close()
     demo = [sys.executable, str(Path(__file__).parents[1] / "examples" / "demo.py")]

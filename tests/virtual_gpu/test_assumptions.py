@@ -324,6 +324,6 @@ def test_the_peak_follows_the_overload(launcher: Launcher) -> None:
 
 def test_a_measurement_states_the_routing(launcher: Launcher) -> None:
     measurement = launcher.measure(RECIPE.but(overload=1.5), ranks=[0], count_flops=False, check_effects=False)
-    assert measurement.assumptions[-1] == routing.assumptions(RECIPE.but(overload=1.5))[-1]
+    assert routing.assumptions(RECIPE.but(overload=1.5))[-1] in measurement.assumptions
     dense = launcher.measure(RECIPE.but(moe=None, ep=1), ranks=[0], count_flops=False, check_effects=False)
     assert not any("routing" in text for text in dense.assumptions)
