@@ -70,8 +70,8 @@ class FitGate:
                     f"{source}: fits() has no argument {name!r}; {hint}allowed: names of GPUs, and headroom"
                 )
         for given_name in args:
-            if given_name not in gpus:
-                hint = did_you_mean(given_name, list(gpus))
+            if not isinstance(given_name, str) or given_name not in gpus:
+                hint = did_you_mean(given_name, list(gpus)) if isinstance(given_name, str) else ""
                 raise UserError(
                     f"{source}: fits({show(given_name)}): there is no virtual GPU of that name; {hint}known are "
                     f"{', '.join(gpus)}"
@@ -210,6 +210,8 @@ def judge_own(gate: FitGate, measurement: Measurement) -> FitJudgement:
     if measurement.failure is not None or not measurement.ranks:
         return _failed(gate, measurement)
     worst = min(measurement.ranks, key=lambda rank: _left(gate, rank))
+    if worst.peak("reserved") == 0:
+        return FitJudgement("invalid", gate.rule, worst.rank, notes=("nothing was allocated on the device",))
     if _left(gate, worst) >= 0:
         return _judgement(gate, "fits", worst, measurement)
     note = "judged by the peaks alone: with less memory PyTorch might have emptied its cache and run on"

@@ -150,6 +150,8 @@ def diagnose(shortage: Shortage, trials: Sequence[Trial], *, complete: bool) -> 
         return "unknown", f"nothing shows what a device without memory outside PyTorch would do{_because(alone)}"
     if alone is not None and alone.fits:
         return "starved", "the same allocations fit a device on which nothing outside PyTorch holds memory" + end
+    if need is not None and need.fits is False and "per_process_memory_fraction" in shortage.alloc_conf:
+        return "unknown", "per_process_memory_fraction of the allocator's settings limits any device" + _because(need)
     how = "are on already" if shortage.expandable_segments else "do not make it fit"
     return "capacity", f"expandable segments {how}{numbers}"
 

@@ -234,6 +234,7 @@ def test_own_assumptions_of_a_gpu_count(project: pytest.Pytester) -> None:
             "fits('h101-80gb'): there is no virtual GPU of that name; did you mean 'h100-80gb'? known are *",
         ),
         ("80", "fits(80): there is no virtual GPU of that name; known are a100-40gb, *"),
+        ("['h100-80gb']", "fits(['h100-80gb']): there is no virtual GPU of that name; known are a100-40gb, *"),
         ("headroom='4'", "fits(headroom=...): '4' is not a size; *"),
         (
             "headroom='80 GiB'",
@@ -261,6 +262,14 @@ def test_mistakes_are_errors_of_the_module(
     result = project.runpytest(*host)
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"*test_it.py::test_it: {message.replace('[', '[[]')}"])
+
+
+def test_nothing_on_the_device_is_no_fit() -> None:
+    rank = RankMeasurement(0, {}, 1, (PhaseFigures(0, "test", {"allocated": 0, "reserved": 0}, {}),))
+    gpu = load_gpus()["h100-80gb"]
+    judgement = judge_own(FitGate(gpu), Measurement(Device("virtual-h100-80gb", gpu.name, gpu.capacity, True), (rank,)))
+    assert (judgement.verdict, judgement.notes) == ("invalid", ("nothing was allocated on the device",))
+    assert not judgement.passed
 
 
 def test_a_test_in_a_worker_has_the_sessions_gpu(project: pytest.Pytester) -> None:

@@ -113,6 +113,14 @@ def test_nothing_is_concluded_without_a_trial(trials: list[Trial], reason: str) 
     assert said.startswith(reason)
 
 
+def test_a_fraction_that_limits_any_device_is_no_capacity() -> None:
+    fraction = replace(SHORTAGE, alloc_conf="per_process_memory_fraction:0")
+    trials = [trial("without limit", False, replayed=False), FAILS, trial("expandable segments", False)]
+    verdict, reason = diagnose(fraction, trials, complete=True)
+    assert verdict == "unknown"
+    assert reason.startswith("per_process_memory_fraction of the allocator's settings limits any device")
+
+
 def test_a_history_that_ends_at_the_failure_says_so() -> None:
     fits = trial("expandable segments", True)
     verdict, reason = diagnose(SHORTAGE, [NEED, FAILS, fits], complete=False)

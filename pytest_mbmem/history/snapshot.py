@@ -247,6 +247,8 @@ def _check_segment(path: Path, index: int, segment: Any) -> int:
     for block in segment["blocks"]:
         if type(block) is not dict or not _is_number(block.get("size")) or type(block.get("state")) is not str:
             _wrong(path, f"segment {index}: a block", block, "a block with size and state")
+    if (held := sum(block["size"] for block in segment["blocks"])) != segment["total_size"]:
+        _wrong(path, f"segment {index}: total_size", segment["total_size"], f"the {held} bytes of its blocks")
     return int(segment["device"])
 
 
@@ -259,6 +261,7 @@ def _check_whole(path: Path, events: list[Event], segments: list[Segment]) -> No
     live: set[int] = set()
     waiting: set[int] = set()  # freed by the program, in use by a stream
     reserved = unknown = 0
+    too_large: tuple[int, Event] | None = None
     for index, event in enumerate(events):
         action = event["action"]
         if action == "alloc":
@@ -267,6 +270,8 @@ def _check_whole(path: Path, events: list[Event], segments: list[Segment]) -> No
                     f"{path}: event {index} (alloc): {event['addr']:#x} is in use already; {_OTHER_VERSION}"
                 )
             live.add(event["addr"])
+            if event["size"] > reserved:
+                too_large = too_large or (index, event)
         elif action == "free_requested" and event["addr"] in live:
             live.remove(event["addr"])
             waiting.add(event["addr"])
@@ -292,6 +297,12 @@ def _check_whole(path: Path, events: list[Event], segments: list[Segment]) -> No
         raise UserError(
             f"{path}: the history starts in mid-run: {'; '.join(found)}. It was begun after the first allocation, or "
             f"max_entries was too small (it holds {len(events):,} events); {_RECORD}"
+        )
+    if too_large is not None:
+        index, event = too_large
+        raise UserError(
+            f"{path}: event {index} (alloc): size {event['size']} is more than all segments hold by then; "
+            f"{_OTHER_VERSION}"
         )
     if reserved > held or len(live) > len(at_end):
         raise UserError(

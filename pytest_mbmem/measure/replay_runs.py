@@ -5,6 +5,7 @@ Runs in the pytest process, so it imports neither torch nor Megatron.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -76,7 +77,10 @@ def limit_of(capacity: str | None, gpu: Gpu, *, named: bool) -> Limit | None:
     """
     if capacity is None and not named:
         return None
-    size = gpu.capacity if capacity is None else parse_bytes(capacity, "--capacity")
+    if capacity is None:
+        size = gpu.capacity
+    else:  # digits alone are bytes
+        size = parse_bytes(int(capacity) if re.fullmatch("[0-9]{1,18}", capacity) else capacity, "--capacity")
     context = f"the CUDA context of {gpu.key} takes {format_bytes(gpu.context_bytes)}"
     if size > MOST_BYTES:
         raise UserError(f"--capacity: {show(capacity)} is above the {format_bytes(MOST_BYTES)} that can be replayed")
@@ -115,8 +119,9 @@ def replay_snapshot(
         arguments = {"recorded": packed, "retries": retries, "settings": text if check else ""}
         call = launcher.call("pytest_mbmem.measure.replay:replay_operations", arguments, environment=environment)
         if call.failure is not None:
+            option = " (--timeout gives it more)" if call.failure == "timeout" else ""
             raise UserError(
-                f"{snapshot.path}: the replay ended without a result: {call.message}\n{call.output}".strip()
+                f"{snapshot.path}: the replay ended without a result: {call.message}{option}\n{call.output}".strip()
             )
         if "refused" in call.value:
             raise UserError(f"{source}: {show(text)}: {call.value['refused']}")

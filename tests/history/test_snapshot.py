@@ -246,6 +246,7 @@ def test_a_file_that_is_none(tmp_path: Path) -> None:
         (1, {"pool_id": (0,)}, "event 1 (alloc): pool_id: a tuple of 1 is not two whole numbers"),
         (1, {"frames": "x"}, "event 1 (alloc): frames: 'x' is not a list of at most 10,000 frames"),
         (1, {"frames": [{}]}, "event 1 (alloc): frames: a dict of 0 is not a frame with filename, line and name"),
+        (1, {"size": 2**45}, "event 1 (alloc): size 35184372088832 is more than all segments hold by then; damaged"),
         (2, {"addr": 4096}, "event 2 (alloc): 0x1000 is in use already"),
     ],
 )
@@ -253,6 +254,12 @@ def test_an_event_of_another_form_is_named(tmp_path: Path, index: int, change: d
     data = small()
     data["device_traces"][0][index].update(change)
     assert message in refusal(write(tmp_path / "s.pickle", data))
+
+
+def test_a_segment_that_its_blocks_do_not_fill_is_named(tmp_path: Path) -> None:
+    data = small()
+    data["segments"][0]["blocks"][0]["size"] += 2**40
+    assert "segment 0: total_size: " in refusal(write(tmp_path / "s.pickle", data))
 
 
 @pytest.mark.parametrize("key", ["device", "address", "total_size", "blocks"])
