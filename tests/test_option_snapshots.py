@@ -68,7 +68,7 @@ def run(project: pytest.Pytester, test: str, *arguments: str, cache: bool = True
 
 
 def files(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir() if path.name != ".gitignore")
+    return sorted(path.name for path in folder.iterdir() if path.name not in (".gitignore", "__pycache__"))
 
 
 def only(folder: Path) -> Snapshot:
