@@ -156,6 +156,16 @@ class RankMeasurement:
             raise UserError(f"metric={metric!r} was not measured on rank {self.rank}")
         return max(chosen, key=lambda p: p.peak[metric])
 
+    def owners(self, phase: str | None = None) -> dict[Owner, int]:
+        """Who holds the bytes of the allocated peak, over all phases or those that `phase` selects, the largest first.
+
+        Empty where the allocator did not tell owners.
+        """
+        if self.composition is None:
+            return {}
+        peak = self.peak_phase("allocated", phase)
+        return self.composition.at(next(i for i, figures in enumerate(self.phases) if figures is peak))
+
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "rank") -> RankMeasurement:
         """Read plain data. Raises `UserError` naming `source` and the place where they are not of this form."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -99,6 +100,14 @@ def test_parameters_gradients_and_optimizer_state_are_exact(dp: int, launcher: L
         steps = held["optimizer state"] - 12 * numbers // dp  # fp32 main parameters and Adam's two moments
         assert 0 <= steps <= 4 * 64  # Adam's counters, four bytes a parameter tensor
         assert held["gradients"] == held["logits"] == held["temporaries"] == 0
+
+
+def test_owners_of_a_peak_add_up_to_it(launcher: Launcher) -> None:
+    (rank,) = measured(launcher, DENSE)
+    for phase in (None, "build", "step-2/backward"):
+        assert sum(rank.owners(phase).values()) == rank.peak(phase=phase)
+    assert {owner.category for owner in rank.owners("build")} >= {"parameters", "main gradients"}
+    assert dataclasses.replace(rank, composition=None).owners() == {}
 
 
 def test_activations_are_those_that_the_layers_save(launcher: Launcher) -> None:
