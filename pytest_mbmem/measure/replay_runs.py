@@ -77,15 +77,20 @@ def limit_of(capacity: str | None, gpu: Gpu, *, named: bool) -> Limit | None:
     """
     if capacity is None and not named:
         return None
+    unit = ""
     if capacity is None:
         size = gpu.capacity
-    else:  # digits alone are bytes
-        size = parse_bytes(int(capacity) if re.fullmatch("[0-9]{1,18}", capacity) else capacity, "--capacity")
+    elif re.fullmatch("[0-9]{1,18}", capacity):
+        size, unit = int(capacity), " bytes (a size may have a unit, as in '80 GiB')"
+    else:
+        size = parse_bytes(capacity, "--capacity")
     context = f"the CUDA context of {gpu.key} takes {format_bytes(gpu.context_bytes)}"
     if size > MOST_BYTES:
-        raise UserError(f"--capacity: {show(capacity)} is above the {format_bytes(MOST_BYTES)} that can be replayed")
+        raise UserError(
+            f"--capacity: {show(capacity)}{unit} is above the {format_bytes(MOST_BYTES)} that can be replayed"
+        )
     if size <= gpu.context_bytes:
-        raise UserError(f"--capacity: {show(capacity)} leaves nothing for PyTorch: {context}")
+        raise UserError(f"--capacity: {show(capacity)}{unit} leaves nothing for PyTorch: {context}")
     usable = size - gpu.context_bytes
     reason = f"{format_bytes(size)} of capacity, of which {context}: {format_bytes(usable)} for PyTorch"
     return Limit(usable, reason, size)

@@ -297,7 +297,7 @@ def test_a_capacity_is_of_the_whole_gpu() -> None:
         ("0 B", "'0 B' leaves nothing for PyTorch: the CUDA context of h100-80gb takes 512.00 MiB"),
         ("512 MiB", "leaves nothing for PyTorch"),
         ("-1 GiB", "'-1 GiB' is not a size"),
-        ("80", "'80' is not a size"),
+        ("80", "'80' bytes (a size may have a unit, as in '80 GiB') leaves nothing for PyTorch"),
         ("nan GiB", "is not a size"),
         ("513 GiB", "'513 GiB' is above the 512.00 GiB that can be replayed"),
         ("9" * 400 + " TiB", "is above the 512.00 GiB"),
