@@ -6,7 +6,6 @@ take no more memory than a file of that size could need. What comes out is check
 
 from __future__ import annotations
 
-import gc
 import pickle
 import resource
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..errors import UserError
+from ..garbage import no_collections
 from ..units import format_bytes
 from ..validation import show
 
@@ -70,14 +70,8 @@ def read_snapshot(path: Path, device: int | None = None) -> Snapshot:
 
     Raises `UserError` that names the file, what was found there and what to do, for everything but a whole history.
     """
-    data = _load(path)
-    collecting = gc.isenabled()
-    gc.disable()  # there are millions of objects, none of which is garbage
-    try:
-        return _check(path, data, device)
-    finally:
-        if collecting:
-            gc.enable()
+    with no_collections():
+        return _check(path, _load(path), device)
 
 
 # Unpickling -----------------------------------------------------------------------------------------------------------
@@ -98,8 +92,6 @@ class _Hostile(Exception):
 
 
 def _load(path: Path) -> Any:
-    collecting = gc.isenabled()
-    gc.disable()
     try:
         if not path.is_file():
             raise UserError(f"{path}: is {'not a file' if path.exists() else 'not there'}; name a snapshot file")
@@ -126,9 +118,6 @@ def _load(path: Path) -> Any:
         raise UserError(f"{path}: asks for more memory than a snapshot of its size needs; not read") from None
     except Exception as error:  # the unpickler raises whatever a damaged stack of its operations leads to
         raise UserError(f"{path}: the pickle is damaged ({type(error).__name__}: {show(str(error))})") from None
-    finally:
-        if collecting:
-            gc.enable()
 
 
 @contextmanager

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..garbage import no_collections
 from ..measurement import Category, Owner
 from .owners import attribute
 from .segments import Held, held_at, held_at_end, reserved_levels
@@ -41,9 +41,7 @@ class Summary:
     def of(cls, snapshot: Snapshot) -> Summary:
         """A million events take seconds."""
         events = snapshot.events
-        collecting = gc.isenabled()
-        gc.disable()  # there are millions of objects, none of which is garbage
-        try:
+        with no_collections():
             history = attribute(events)
             levels = reserved_levels(events)
             held = {"at the peak of reserved bytes": held_at(events, levels.event)}
@@ -63,9 +61,6 @@ class Summary:
                 reserved_at=At(levels.event, history.phase_at(levels.event)),
                 held=held,
             )
-        finally:
-            if collecting:
-                gc.enable()
 
     @property
     def categories(self) -> dict[Category, int]:

@@ -7,7 +7,6 @@ optimizers and of accumulated gradients what a tensor is. `history.owners` reads
 
 from __future__ import annotations
 
-import gc
 import re
 import weakref
 from collections.abc import Callable
@@ -18,6 +17,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from ..garbage import no_collections
 from ..history.owners import History, attribute
 from ..history.stamps import WORKSPACES, Identity, Mode, Stamp
 from ..measurement import Category
@@ -167,16 +167,13 @@ class Recording:
         torch._C._cuda_setMemoryMetadata("")
         for hook in self._hooks:
             hook.remove()
-        was_on = gc.isenabled()
-        gc.disable()  # a million small objects, none of them garbage
         try:
-            self.snapshot = torch.cuda.memory._snapshot()
-            return attribute(self.snapshot["device_traces"][torch.cuda.current_device()])
+            with no_collections():
+                self.snapshot = torch.cuda.memory._snapshot()
+                return attribute(self.snapshot["device_traces"][torch.cuda.current_device()])
         finally:
             Recording.running = None
             torch.cuda.memory._record_memory_history(None)
-            if was_on:
-                gc.enable()
 
 
 def _record(full: bool) -> None:

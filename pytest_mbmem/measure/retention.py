@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import UserError
+from ..garbage import no_collections
 from ..growth import Holder, Trace, slope
 from ..megatron.model import LiveModel
 from ..validation import show
@@ -35,7 +36,7 @@ def trace_model(model: LiveModel, steps: int) -> Trace:
             retained.append(torch.cuda.memory_allocated())
 
     roots = {**_named_chunks(model), "optimizer": model.optimizer}
-    with _no_collections():
+    with _after_a_collection():
         resting, peak = _figures(lambda: model.step(note_retained), steps)
         retained = retained[_WARM_UP - 1 :]
         collected = collect()
@@ -78,7 +79,7 @@ def watch(
 def trace_step(step: Callable[[], object], steps: int, roots: Mapping[str, Any], *, with_kept: bool = False) -> Trace:
     """Call any step `steps` times beyond the first two, and a few times more where holders are to be named."""
     kept: tuple[Holder, ...] = ()
-    with _no_collections():
+    with _after_a_collection():
         resting, peak = _figures(step, steps)
         collected = collect()
         grown = _grown(step, roots) if slope(resting) else ()
@@ -208,15 +209,10 @@ def recording() -> Iterator[Recording]:
 
 
 @contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Python's automatic garbage collection off: figures do not depend on when it runs, and what needs it shows."""
-    was_on = gc.isenabled()
+def _after_a_collection() -> Iterator[None]:
+    """Collect now and not again in here: figures do not depend on when that would be, and what needs it shows."""
     collected = collect()
     if Body.current is not None:
         Body.current.note(collected)
-    gc.disable()
-    try:
+    with no_collections():
         yield
-    finally:
-        if was_on:
-            gc.enable()

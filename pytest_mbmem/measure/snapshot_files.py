@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import gc
 import glob
 import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from ..garbage import no_collections
 
 
 def write_snapshot(snapshot: Mapping[str, Any], file: Path) -> None:
@@ -20,16 +21,12 @@ def write_snapshot(snapshot: Mapping[str, Any], file: Path) -> None:
         if not Path("/proc", left.suffixes[-2].removeprefix(".")).exists():
             left.unlink(missing_ok=True)
     part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    collecting = gc.isenabled()
-    gc.disable()  # there may be millions of objects, none of which is garbage
     try:
-        with part.open("wb") as stream:
+        with no_collections(), part.open("wb") as stream:
             pickle.dump(snapshot, stream)
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
-        if collecting:
-            gc.enable()
 
 
 def problem_of(error: OSError, file: Path) -> str:

@@ -45,7 +45,8 @@ def measure_rank(
     failure = None
     moved: list[dict[str, int]] = []  # in each step
     adapters: tuple[Adapter, ...] = ()
-    settings = Recipe.from_dict(recipe, "recipe").memory.alloc_conf
+    parsed = Recipe.from_dict(recipe, "recipe")
+    settings = parsed.memory.alloc_conf
     believed: tuple[str, ...] = ()
     recording = None
     observer = Observer()
@@ -64,10 +65,10 @@ def measure_rank(
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         begin(0, "build")
         with refusals():
-            model = _build(recipe, rank, virtual)
+            model = live_model(parsed, rank, virtual=virtual)
             allocator.check_settings(settings)
-            adapters = lora.adapters(model.chunks, model.recipe.lora) if model.recipe.lora else ()
-            for _ in range(model.recipe.training.steps):
+            adapters = lora.adapters(model.chunks, parsed.lora) if parsed.lora else ()
+            for _ in range(parsed.training.steps):
                 before = bytes_moved(virtual)
                 model.step(begin)
                 moved.append({way: count - before[way] for way, count in bytes_moved(virtual).items()})
@@ -90,7 +91,7 @@ def measure_rank(
     return {
         "rank": dataclasses.asdict(result),
         "failure": failure and dataclasses.asdict(failure),
-        "assumptions": (*assumptions(Recipe.from_dict(recipe, "recipe"), virtual), *believed),
+        "assumptions": (*assumptions(parsed, virtual), *believed),
     }
 
 
