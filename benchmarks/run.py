@@ -69,7 +69,7 @@ def history(launcher: Launcher) -> None:
     worker = "pytest_mbmem.measure.worker"
 
     def run(recipe: Recipe, record: bool) -> float:
-        rank = {"recipe": recipe.to_dict(), "virtual": True, "rank": 0}
+        rank = {"recipe": recipe.to_dict(), "rank": 0}
         measure = {**rank, "coordinates": {}, "stands_for": 1, "record": record}
         calls = [(f"{worker}:measure_rank", measure), (f"{worker}:count_rank", rank)]
         return seconds(lambda: launcher.call_all(calls, recipe_environment(recipe), launcher.timeout))

@@ -142,6 +142,7 @@ class Worker:
         from .measure.ranks import chosen
         from .measure.worker import assumptions, refusals
         from .megatron.model import live_model
+        from .virtual_gpu.counters import driver_is_loaded
 
         launch.check(recipe)
         chosen(recipe, [rank])
@@ -156,11 +157,11 @@ class Worker:
         # Megatron warns of its own defaults, which a test may have made errors of. Until the test ends.
         warnings.filterwarnings("ignore", module=r"megatron\.")
         with refusals():
-            model = live_model(recipe, rank, virtual=self.device.virtual)
+            model = live_model(recipe, rank, virtual=driver_is_loaded())
         allocator.check_settings(recipe.memory.alloc_conf)
         self.models.append(model)
         self.built.append((recipe, rank))
-        self.assumptions = tuple(dict.fromkeys([*self.assumptions, *assumptions(recipe, self.device.virtual)]))
+        self.assumptions = tuple(dict.fromkeys([*self.assumptions, *assumptions(recipe)]))
         if asked := requested(recipe):
             self.notes.append(f"only mbmem.measure checks whether {', '.join(asked)} has an effect")
         return model
@@ -210,17 +211,18 @@ class Watch:
         self._zero_reads = self._count_zero_reads()
 
     def _count_zero_reads(self) -> int:
-        from .virtual_gpu.counters import read_counters
+        from .virtual_gpu.counters import driver_is_loaded, read_counters
 
-        return read_counters().zero_reads if self._worker.device.virtual else 0
+        return read_counters().zero_reads if driver_is_loaded() else 0
 
     def measurement(self, error: BaseException | None = None) -> Measurement:
         """What was measured; `error` is what ended the body early."""
         from .measure.launch import versions
         from .measure.ranks import at
+        from .virtual_gpu.counters import driver_is_loaded
 
         worker = self._worker
-        unbuilt = _ASSUMPTIONS if worker.device.virtual else ()
+        unbuilt = _ASSUMPTIONS if driver_is_loaded() else ()
         fields: dict[str, Any] = {"assumptions": worker.assumptions or unbuilt, "notes": tuple(worker.notes)}
         place: dict[str, Any] = {"rank": 0, "coordinates": {}}
         if len(self._worker.built) == 1:

@@ -47,9 +47,24 @@ CATEGORIES: tuple[Category, ...] = typing.get_args(Category)
 makes them; main gradients: the buffers that they are added up in. Optimizer state includes fp32 main parameters.
 Buffers: what modules keep besides parameters. Rounding: what the allocator hands out beyond the bytes asked for."""
 
-FailureKind = Literal["out of memory", "error", "died", "timeout", "refused", "no effect", "not finite", "skipped step"]
-"""Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed
+FailureKind = Literal[
+    "out of memory",
+    "error",
+    "died",
+    "timeout",
+    "lost peer",
+    "disturbed",
+    "refused",
+    "no effect",
+    "not finite",
+    "skipped step",
+]
+"""Lost peer: ended because another rank of its job did. Disturbed: something else used the GPU, so that the figures cannot
+be trusted. Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed
 nothing. Not finite, skipped step: of a host run, whose numbers are real."""
+
+Mode = Literal["solo", "joint"]
+"""Solo: each rank alone, and nobody answers its collectives. Joint: all ranks of the job at once, as in training."""
 
 SCHEMA = 1
 """Version of the JSON form; a file with another one is refused."""
@@ -141,6 +156,13 @@ class RankMeasurement:
     composition: Composition | None = None  # None where this torch's allocator does not tell owners
     segments: int | None = None  # that the caching allocator held at most at a time
     outside: Mapping[str, int] = field(default_factory=dict)  # bytes of the device beside PyTorch's (see `outside`)
+    # What only a real GPU has:
+    device_used: int | None = None  # bytes that NVML says are gone at most, since before the rank's process began
+    cold_step: float | None = None  # seconds of the first step
+    step_times: tuple[float, ...] = ()  # seconds of each timed step, after warm-up
+    model_flops: int | None = None  # as `flops_per_step`, without what recompute repeats
+    losses: tuple[float | None, ...] = ()  # mean of each step on the rank that has it; None: not finite
+    skipped_steps: int | None = None  # in which the optimizer left the parameters as they were
 
     def peak(self, metric: Metric = "allocated", phase: str | None = None) -> int:
         """Highest bytes over all phases, or over those that `phase` selects (see `selects`)."""
@@ -225,6 +247,8 @@ class Measurement:
     notes: tuple[str, ...] = ()  # what a reader must know to trust the figures; shown beside every verdict
     failure: Failure | None = None  # ranks that finished before it are kept
     steps: tuple[HostStep, ...] = ()  # of a host run, which measures no memory and so has no ranks
+    mode: Mode = "solo"
+    twin: Measurement | None = None  # of a real GPU's: the same recipe and ranks on a virtual GPU like it
 
     def worst(self, metric: Metric = "allocated", phase: str | None = None) -> RankMeasurement:
         """The measured rank with the highest peak; the lowest rank number among equals."""

@@ -164,7 +164,7 @@ class Snapshots:
 
 
 def _call(measurement: Measurement, rank: int, file: Path) -> tuple[str, dict[str, Any]]:
-    arguments = {"file": str(file), "recipe": measurement.recipe, "rank": rank, "virtual": measurement.device.virtual}
+    arguments = {"file": str(file), "recipe": measurement.recipe, "rank": rank}
     return "pytest_mbmem.measure.snapshot_files:run_and_write", arguments
 
 

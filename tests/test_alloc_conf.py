@@ -214,7 +214,7 @@ def test_the_installed_torch_agrees_on_any_settings(launcher: Launcher, texts: l
 
 def test_a_setting_that_did_not_reach_the_allocator_is_refused(launcher: Launcher, small_recipe: Recipe) -> None:
     recipe = small_recipe.but(alloc_conf="expandable_segments:True,max_split_size_mb:64,roundup_power2_divisions:4")
-    arguments = {"recipe": recipe.to_dict(), "rank": 0, "coordinates": {}, "stands_for": 1, "virtual": True}
+    arguments = {"recipe": recipe.to_dict(), "rank": 0, "coordinates": {}, "stands_for": 1}
     for environment in ({}, allocator_environment("max_split_size_mb:128")):
         result = launcher.call("pytest_mbmem.measure.worker:measure_rank", arguments, environment=environment)
         assert result.value["failure"]["kind"] == "refused"

@@ -79,7 +79,7 @@ def _control(recipe: Recipe, rule: GrowthRule) -> Recipe | None:
 
 
 def _traces(launcher: Launcher, label: str, recipe: Recipe, steps: int, ranks: list[int]) -> dict[int, Trace]:
-    common = {"recipe": recipe.to_dict(), "steps": steps, "virtual": True}
+    common = {"recipe": recipe.to_dict(), "steps": steps}
     calls = [("pytest_mbmem.measure.worker:trace_rank", {**common, "rank": rank}) for rank in ranks]
     results = launcher.call_all(calls, recipe_environment(recipe), launcher.timeout)
     return {rank: _trace(result, f"{label}rank {rank}") for rank, result in zip(ranks, results, strict=True)}

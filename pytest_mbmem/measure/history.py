@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..measurement import METRICS, Metric, PhaseFigures
-from ..virtual_gpu.counters import read_counters
+from ..virtual_gpu.counters import driver_is_loaded, read_counters
 from .recording import Recording, can_record
 
 
@@ -22,12 +22,12 @@ def host_peak() -> int:
     return int(torch.cuda.host_memory_stats().get("allocated_bytes.peak", 0))
 
 
-def bytes_moved(virtual: bool) -> dict[str, int]:
+def bytes_moved() -> dict[str, int]:
     """Bytes copied between the device and the host since the process started, whatever they were copied for.
 
     Empty on a real GPU, whose driver does not count them.
     """
-    if not virtual:
+    if not driver_is_loaded():
         return {}
     counters = read_counters(torch.cuda.current_device())
     return {"to host": counters.bytes_to_host, "to device": counters.bytes_to_device}

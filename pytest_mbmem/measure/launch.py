@@ -115,7 +115,7 @@ class Launcher(Workers):
         """The calls that measure the recipe, and what makes a measurement of their results."""
         check(recipe)
         chosen = rank_choice.chosen(recipe, ranks)
-        common = {"recipe": recipe.to_dict(), "virtual": True}
+        common = {"recipe": recipe.to_dict()}
         calls = [
             ("measure_rank", {**common, "rank": r.rank, "coordinates": r.coordinates, "stands_for": r.stands_for})
             for r in chosen
@@ -129,9 +129,7 @@ class Launcher(Workers):
             next(r for r in chosen if r.coordinates["pp"] == pp) for pp in {r.coordinates["pp"]: 0 for r in chosen}
         ]
         calls += [
-            ("probe_rank", {"recipe": probe.to_dict(), "rank": r.rank, "virtual": True})
-            for probe in probes.values()
-            for r in probed
+            ("probe_rank", {"recipe": probe.to_dict(), "rank": r.rank}) for probe in probes.values() for r in probed
         ]
 
         def finish(results: list[CallResult]) -> Measurement:

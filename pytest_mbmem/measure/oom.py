@@ -285,7 +285,7 @@ class _Investigation:
     @staticmethod
     def _arguments(recipe: Recipe, rank: Rank) -> dict[str, Any]:
         place = {"rank": rank.rank, "coordinates": rank.coordinates, "stands_for": rank.stands_for}
-        return {"recipe": recipe.to_dict(), **place, "virtual": True}
+        return {"recipe": recipe.to_dict(), **place}
 
 
 def _run_trial(under: Circumstance, result: CallResult) -> tuple[Trial, RankMeasurement | None]:

@@ -34,12 +34,12 @@ def problem_of(error: OSError, file: Path) -> str:
     return f"{file}: cannot be written ({error.strerror or error})"
 
 
-def run_and_write(file: str, recipe: dict[str, Any], rank: int, virtual: bool) -> str | None:
+def run_and_write(file: str, recipe: dict[str, Any], rank: int) -> str | None:
     """Run a recipe's rank as it is measured, and leave its snapshot in the file. Returns why there is none, or None."""
     from .worker import measure_rank
 
     try:
-        measured = measure_rank(recipe, rank, {}, 1, virtual, snapshot=file)
+        measured = measure_rank(recipe, rank, {}, 1, snapshot=file)
     except OSError as error:
         return problem_of(error, Path(file))
     refused = measured["rank"] is None

@@ -17,6 +17,7 @@ from ..megatron import lora, offload, stand_ins, te_equivalents
 from ..megatron.model import LiveModel, live_model
 from ..recipe import Recipe
 from ..virtual_gpu import routing
+from ..virtual_gpu.counters import driver_is_loaded
 from . import allocator, effects
 from .counting import counting
 from .history import PhaseRecorder, bytes_moved
@@ -31,7 +32,6 @@ def measure_rank(
     rank: int,
     coordinates: dict[str, int],
     stands_for: int,
-    virtual: bool,
     record: bool = True,
     snapshot: str | None = None,
 ) -> dict[str, Any]:
@@ -65,13 +65,13 @@ def measure_rank(
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         begin(0, "build")
         with refusals():
-            model = live_model(parsed, rank, virtual=virtual)
+            model = live_model(parsed, rank, virtual=driver_is_loaded())
             allocator.check_settings(settings)
             adapters = lora.adapters(model.chunks, parsed.lora) if parsed.lora else ()
             for _ in range(parsed.training.steps):
-                before = bytes_moved(virtual)
+                before = bytes_moved()
                 model.step(begin)
-                moved.append({way: count - before[way] for way, count in bytes_moved(virtual).items()})
+                moved.append({way: count - before[way] for way, count in bytes_moved().items()})
     except torch.OutOfMemoryError as error:
         step, phase = recorder.current or (None, None)
         failure = Failure("out of memory", rank, str(error), step, phase, observer.shortage)
@@ -91,12 +91,13 @@ def measure_rank(
     return {
         "rank": dataclasses.asdict(result),
         "failure": failure and dataclasses.asdict(failure),
-        "assumptions": (*assumptions(parsed, virtual), *believed),
+        "assumptions": (*assumptions(parsed), *believed),
     }
 
 
-def assumptions(recipe: Recipe, virtual: bool) -> tuple[str, ...]:
+def assumptions(recipe: Recipe) -> tuple[str, ...]:
     """What a measurement of the recipe states."""
+    virtual = driver_is_loaded()
     of_kernels = (*stand_ins.ASSUMPTIONS, *routing.assumptions(recipe)) if virtual else ()
     if recipe.training.transformer_impl == "transformer_engine":
         of_kernels += (te_equivalents.ASSUMPTION,)
@@ -117,8 +118,8 @@ def _start_cuda(recipe: dict[str, Any]) -> None:
     allocator.check_settings(settings)
 
 
-def _build(recipe: dict[str, Any], rank: int, virtual: bool) -> LiveModel:
-    return live_model(Recipe.from_dict(recipe, "recipe"), rank, virtual=virtual)
+def _build(recipe: dict[str, Any], rank: int) -> LiveModel:
+    return live_model(Recipe.from_dict(recipe, "recipe"), rank, virtual=driver_is_loaded())
 
 
 @contextmanager
@@ -138,7 +139,7 @@ def refusals() -> Iterator[None]:
         raise Refused(f"Megatron Core refuses it: {str(error) or type(error).__name__}") from None
 
 
-def trace_rank(recipe: dict[str, Any], rank: int, steps: int, virtual: bool) -> dict[str, Any]:
+def trace_rank(recipe: dict[str, Any], rank: int, steps: int) -> dict[str, Any]:
     """Build rank `rank` and see what stays over `steps` steps beyond the first two.
 
     Returns {"trace": a `growth.Trace` as plain data, "failure": None, "message": ""}, or why there is none.
@@ -147,7 +148,7 @@ def trace_rank(recipe: dict[str, Any], rank: int, steps: int, virtual: bool) -> 
     try:
         _start_cuda(recipe)
         with refusals():
-            trace = trace_model(_build(recipe, rank, virtual), steps)
+            trace = trace_model(_build(recipe, rank), steps)
     except torch.OutOfMemoryError as error:
         return {"trace": None, "failure": "out of memory", "message": str(error)}
     except Refused as error:
@@ -155,13 +156,13 @@ def trace_rank(recipe: dict[str, Any], rank: int, steps: int, virtual: bool) -> 
     return {"trace": dataclasses.asdict(trace), "failure": None, "message": ""}
 
 
-def probe_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> tuple[int, int] | None:
+def probe_rank(recipe: dict[str, Any], rank: int) -> tuple[int, int] | None:
     """What tells whether a setting has an effect on rank `rank` (see `effects.fingerprint`); None if it cannot run."""
-    measured = measure_rank(recipe, rank, {}, 1, virtual, record=False)
+    measured = measure_rank(recipe, rank, {}, 1, record=False)
     return None if measured["failure"] else effects.fingerprint(RankMeasurement.from_json(measured["rank"]))
 
 
-def count_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> dict[str, Any]:
+def count_rank(recipe: dict[str, Any], rank: int) -> dict[str, Any]:
     """FLOPs and collective bytes of one step of rank `rank`.
 
     The first step is like every other one in these. An out-of-memory error leaves them unknown (an empty dict).
@@ -169,7 +170,7 @@ def count_rank(recipe: dict[str, Any], rank: int, virtual: bool) -> dict[str, An
     torch.set_num_threads(1)
     try:
         with refusals():
-            model = _build(recipe, rank, virtual)
+            model = _build(recipe, rank)
             with counting() as counted:
                 model.step()
     except (torch.OutOfMemoryError, Refused):

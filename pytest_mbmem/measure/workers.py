@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import UserError
 from ..measurement import FailureKind
 
-_NOT_INHERITED = ("PYTORCH_", "TORCH", "CUBLAS", "CUDNN_", "CUDA_", "NVIDIA_", "NVTE_", "NCCL_")
+_NOT_INHERITED = ("PYTORCH_", "TORCH", "CUBLAS", "CUDNN_", "CUDA_", "NVIDIA_", "NVTE_", "NCCL_", "MBMEM_GPU_")
 """Prefixes of variables that can change what is allocated: a recipe states them, the caller's shell does not."""
 
 _INHERITED = ("CUDA_HOME", "CUDA_PATH", "TORCH_HOME")

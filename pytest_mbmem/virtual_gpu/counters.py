@@ -27,6 +27,11 @@ class _Counters(ctypes.Structure):  # vgpu_counters in driver/virtual_gpu.h
     _fields_ = [(name, ctypes.c_uint64) for name in Counters.__dataclass_fields__]
 
 
+def driver_is_loaded() -> bool:
+    """Whether the GPUs of this process are virtual ones, which compute nothing."""
+    return hasattr(ctypes.CDLL(None), "vgpu_read_counters")
+
+
 def read_counters(device: int = 0) -> Counters:
     """The counters of a device. Raises `UserError` in a process that has no virtual GPU's driver in front."""
     try:

@@ -43,7 +43,7 @@ def test_a_whole_snapshot_is_read(tmp_path: Path) -> None:
 def test_the_snapshot_of_a_recipe_is_read(tmp_path: Path, launcher: Launcher, small_recipe: Recipe) -> None:
     file = tmp_path / "s.pickle"
     recipe = small_recipe.but(alloc_conf="expandable_segments:True").to_dict()
-    arguments = {"file": str(file), "recipe": recipe, "rank": 0, "virtual": True}
+    arguments = {"file": str(file), "recipe": recipe, "rank": 0}
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     made = launcher.call("pytest_mbmem.measure.snapshot_files:run_and_write", arguments, environment=settings)
     assert (made.failure, made.value) == (None, None)

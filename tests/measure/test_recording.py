@@ -61,7 +61,7 @@ def measured(launcher: Launcher, recipe: Recipe) -> tuple[RankMeasurement, ...]:
 def test_nearly_all_of_every_peak_has_an_owner_and_recording_changes_no_figure(name: str, launcher: Launcher) -> None:
     recipe = RECIPES[name]
     ranks = measured(launcher, recipe)
-    call = ("pytest_mbmem.measure.worker:measure_rank", {"recipe": recipe.to_dict(), "virtual": True, "record": False})
+    call = ("pytest_mbmem.measure.worker:measure_rank", {"recipe": recipe.to_dict(), "record": False})
     for rank in ranks:
         arguments = {"rank": rank.rank, "coordinates": {}, "stands_for": 1, **call[1]}
         plain = RankMeasurement.from_json(launcher.call(call[0], arguments).value["rank"])

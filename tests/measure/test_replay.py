@@ -88,7 +88,7 @@ TWELVE_LAYERS = Recipe(
 
 
 def run_recipe(launcher: Launcher, recipe: Recipe, file: Path) -> None:
-    arguments = {"file": str(file), "recipe": recipe.to_dict(), "rank": 0, "virtual": True}
+    arguments = {"file": str(file), "recipe": recipe.to_dict(), "rank": 0}
     target = "pytest_mbmem.measure.snapshot_files:run_and_write"
     done = launcher.call(target, arguments, environment=recipe_environment(recipe))
     assert (done.message, done.value) == ("", None)
