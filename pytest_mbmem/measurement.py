@@ -59,8 +59,8 @@ FailureKind = Literal[
     "not finite",
     "skipped step",
 ]
-"""Lost peer: ended because another rank of its job did. Disturbed: something else used the GPU, so that the figures cannot
-be trusted. Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed
+"""Lost peer: ended because another rank of its job did. Disturbed: something else used the GPU, so no figure can be
+trusted. Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed
 nothing. Not finite, skipped step: of a host run, whose numbers are real."""
 
 Mode = Literal["solo", "joint"]
