@@ -28,6 +28,13 @@ A file looks like this:
                 other: 1048576  # 1.00 MiB  # too small to be named, or without a name
               rounding: 4096  # 4.00 KiB
             environment: e1                 # an id from above, or the versions themselves
+          throughput:                       # what a step takes, here of joint ranks (see throughput.STEP_METRICS)
+            step_ns: 41200000  # 41.20 ms   # the median; "flops" or "bytes" where they are counted instead
+            spread_ns: 800000  # 800.00 us  # of a time alone: the interquartile range
+            rank: 3                         # the slowest or most loaded
+            first: 41200000  # 41.20 ms     # these as above
+            updates: 0
+            environment: e1
 
 Reading refuses whatever is not exactly that, with file and line. A file that was cut short is never read as a smaller
 figure: each figure ends with a required key, and each line with a newline. Comments made by hand are not kept.
@@ -48,6 +55,7 @@ from .errors import UserError
 from .gates import GATED_METRICS
 from .measurement import PHASES, check_phase, step_name
 from .split import SPLIT_CATEGORIES, Part, Split, in_order, total
+from .throughput import STEP_METRICS, Kind
 from .units import format_bytes
 from .validation import show
 
@@ -57,17 +65,18 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Figure:
-    """One accepted peak, in bytes."""
+    """One accepted figure, of which more is worse: a peak in bytes, or what a step takes, in the metric's own unit."""
 
-    peak: int
+    value: int
     rank: int
-    phase: str
-    ranks: Mapping[int, int]  # rank -> its own peak; the highest of them is `peak`
+    phase: str  # of a peak; empty for a step
+    ranks: Mapping[int, int]  # of a peak: rank -> its own, the highest of which is `value`; empty for a step
     first: int
     updates: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     reason: str | None = None
-    split: Split | None = None  # of the peak; None where it was not known, or an older version wrote it
+    split: Split | None = None  # of a peak; None where it was not known, or an older version wrote it
+    spread: int | None = None  # of a step's time
 
 
 @dataclass(frozen=True)
@@ -76,7 +85,7 @@ class Entry:
 
     recipe_digest: str | None
     recipe: Mapping[str, Any] | None
-    figures: Mapping[str, Figure]  # by PeakGate.metric_id
+    figures: Mapping[str, Figure]  # by PeakGate.metric_id or StepMetric
 
 
 @dataclass(frozen=True)
@@ -152,12 +161,7 @@ def entry_lines(key: str, entry: Entry, ids: Mapping[str, Mapping[str, str]]) ->
 
 def figure_lines(name: str, figure: Figure, ids: Mapping[str, Mapping[str, str]]) -> list[str]:
     lines = [
-        f"peak: {_bytes(figure.peak)}",
-        f"rank: {figure.rank}",
-        f"phase: {_flow(figure.phase)}",
-        "ranks:",
-        *(f"  {rank}: {_bytes(peak)}" for rank, peak in sorted(figure.ranks.items())),
-        f"first: {_bytes(figure.first)}",
+        *(_step_lines(STEP_METRICS[name], figure) if name in STEP_METRICS else _peak_lines(figure)),
         f"updates: {figure.updates}",
     ]
     if figure.reason is not None:
@@ -173,6 +177,25 @@ def figure_lines(name: str, figure: Figure, ids: Mapping[str, Mapping[str, str]]
         lines += _block("environment", dict(sorted(figure.environment.items())))
     return [*_key(name), *(f"  {line}" for line in lines)]
 
+
+def _peak_lines(figure: Figure) -> Iterator[str]:
+    yield f"peak: {_bytes(figure.value)}"
+    yield f"rank: {figure.rank}"
+    yield f"phase: {_flow(figure.phase)}"
+    yield "ranks:"
+    yield from (f"  {rank}: {_bytes(peak)}" for rank, peak in sorted(figure.ranks.items()))
+    yield f"first: {_bytes(figure.first)}"
+
+
+def _step_lines(kind: Kind, figure: Figure) -> Iterator[str]:
+    yield f"{kind.key}: {figure.value}  # {kind.text(figure.value)}"
+    if figure.spread is not None:
+        yield f"{_SPREAD}: {figure.spread}  # {kind.text(figure.spread)}"
+    yield f"rank: {figure.rank}"
+    yield f"first: {figure.first}  # {kind.text(figure.first)}"
+
+
+_SPREAD = "spread_ns"
 
 _OTHER = "other"
 """What remains of a category. Names of other parts have an "@", so that no module's name is taken for it."""
@@ -272,7 +295,9 @@ _DEEPEST = 20
 """Mappings within mappings that a recipe may have; more is no recipe, and exhausts the YAML parser's stack."""
 
 _STEPS = tuple(step_name(step) for step in range(4))
-_METRIC_IDS = f"{' or '.join(GATED_METRICS)}, alone or with a phase as in 'allocated@optimizer'"
+_METRIC_IDS = (
+    f"{' or '.join(GATED_METRICS)}, alone or with a phase as in 'allocated@optimizer', {', '.join(STEP_METRICS)}"
+)
 
 
 def read(path: Path) -> BaselineFile:
@@ -317,7 +342,8 @@ def parse(text: str, path: Path) -> BaselineFile:
         figures = {}
         for name, metric in parts["metrics"].mapping().items():
             _check_metric_id(name, metric)
-            figures[name] = _figure(metric, environments)
+            kind = STEP_METRICS.get(name)
+            figures[name] = _peak(metric, environments) if kind is None else _step(metric, kind, environments)
         if not figures:
             raise parts["metrics"].damaged(f"no figure; allowed: at least one of {_METRIC_IDS}")
         digest = None if parts["recipe_digest"].is_null() else parts["recipe_digest"].text()
@@ -384,6 +410,8 @@ def _error_line(error: yaml.YAMLError, text: str) -> int:
 
 def _check_metric_id(name: str, value: _Value) -> None:
     metric, at, phase = name.partition("@")
+    if name in STEP_METRICS:
+        return
     if metric in GATED_METRICS:
         if not at:
             return
@@ -393,7 +421,7 @@ def _check_metric_id(name: str, value: _Value) -> None:
     raise value.damaged(f"{name!r} is no figure; allowed: {_METRIC_IDS}")
 
 
-def _figure(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Figure:
+def _peak(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Figure:
     parts = value.fields(("peak", "rank", "phase", "ranks", "first", "updates", "environment"), ("reason", "split"))
     ranks = {}
     for name, size in parts["ranks"].mapping().items():
@@ -407,13 +435,40 @@ def _figure(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Fig
     if ranks.get(rank) != peak:
         reached = ", ".join(str(name) for name, size in ranks.items() if size == peak)
         raise parts["rank"].wrong(f"a rank that reached the peak: {reached}")
-    first, updates = parts["first"].integer(1), parts["updates"].integer(0)
-    if updates == 0 and first != peak:
-        raise parts["first"].wrong(f"the peak, {peak}, as long as updates is 0")
     phase = parts["phase"].text()
     step, _, name = phase.rpartition("/")
     if name not in PHASES or (step and step not in _STEPS):
         raise parts["phase"].wrong("a phase as in 'step-2/backward', 'build' or 'test'")
+    return Figure(
+        value=peak,
+        rank=rank,
+        phase=phase,
+        ranks=ranks,
+        split=_split(parts["split"], peak) if "split" in parts else None,
+        **_history(parts, "peak", environments),
+    )
+
+
+def _step(value: _Value, kind: Kind, environments: Mapping[str, Mapping[str, str]]) -> Figure:
+    spread = (_SPREAD,) if kind.key == "step_ns" else ()
+    parts = value.fields((kind.key, *spread, "rank", "first", "updates", "environment"), ("reason",))
+    return Figure(
+        value=parts[kind.key].integer(kind.lowest),
+        rank=parts["rank"].integer(0),
+        phase="",
+        ranks={},
+        spread=parts[_SPREAD].integer(0) if spread else None,
+        **_history(parts, kind.key, environments, kind.lowest),
+    )
+
+
+def _history(
+    parts: Mapping[str, _Value], key: str, environments: Mapping[str, Mapping[str, str]], lowest: int = 1
+) -> dict[str, Any]:
+    """What every figure has beside its value, which stands under `key`."""
+    value, first, updates = parts[key].integer(lowest), parts["first"].integer(lowest), parts["updates"].integer(0)
+    if updates == 0 and first != value:
+        raise parts["first"].wrong(f"the {key}, {value}, as long as updates is 0")
     environment = parts["environment"]
     if environment.is_mapping():
         versions: Mapping[str, str] = environment.environment()
@@ -422,17 +477,8 @@ def _figure(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Fig
     else:
         known = ", ".join(environments) or "none"
         raise environment.wrong(f"an id under environments: ({known}), or a mapping of versions")
-    return Figure(
-        peak=peak,
-        rank=rank,
-        phase=phase,
-        ranks=ranks,
-        first=first,
-        updates=updates,
-        environment=versions,
-        reason=parts["reason"].text() if "reason" in parts else None,
-        split=_split(parts["split"], peak) if "split" in parts else None,
-    )
+    reason = parts["reason"].text() if "reason" in parts else None
+    return {"first": first, "updates": updates, "environment": versions, "reason": reason}
 
 
 def _split(value: _Value, peak: int) -> Split:

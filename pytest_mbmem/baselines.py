@@ -1,4 +1,4 @@
-"""The YAML store of accepted peaks: `baselines/<device key>/<test module>.yaml`.
+"""The YAML store of accepted figures: `baselines/<device key>/<test module>.yaml`.
 
 The module's path is kept relative to pytest's rootdir (`tests/sub/test_x.py` -> `tests/sub/test_x.yaml`), because two
 folders may hold modules of the same name. `baseline_file` describes what is in a file.
@@ -32,10 +32,10 @@ from .baseline_file import (
     text_of,
 )
 from .errors import UserError
-from .gates import PeakGate, compare
+from .gates import Comparison, PeakGate, compare
 from .measurement import Measurement
 from .split import Part, compact, split_of
-from .units import format_bytes
+from .throughput import STEP_METRICS, ThroughputJudgement, compare_steps, figure_name, figure_text, noise_of
 
 UpdateMode = Literal["new", "changed", "all"]
 UPDATE_MODES: tuple[UpdateMode, ...] = ("new", "changed", "all")
@@ -76,26 +76,59 @@ class Record:
         if peak == 0 or min(ranks.values()) < 0:
             raise UserError(f"{source}: a peak {gate.metric} of {min(ranks.values())} bytes is no baseline")
         figure = Figure(
-            peak=peak,
+            value=peak,
             rank=worst.rank,
             phase=worst.peak_phase(gate.metric, gate.phase).name,
             ranks=ranks,
             first=peak,
-            environment={_encodable(name): _encodable(value) for name, value in measurement.environment.items()},
             split=compact(split) if (split := split_of(worst, gate.metric, gate.phase)) is not None else None,
         )
-        recipe = None if measurement.recipe is None else _plain(measurement.recipe, source)
+        return cls._of(module, key, measurement, gate.metric_id, gate.tolerance, figure, gate.slack)
+
+    @classmethod
+    def of_step(cls, module: str, judgement: ThroughputJudgement, measurement: Measurement) -> Record:
+        """What `judgement`, which has a measured figure, is about. Raises `UserError` as `of` does."""
+        assert judgement.measured is not None
+        assert judgement.rank is not None
+        measured = judgement.measured
+        figure = Figure(measured, judgement.rank, phase="", ranks={}, first=measured, spread=judgement.spread)
+        tolerance = judgement.gate.tolerance
+        return cls._of(module, judgement.key, measurement, judgement.metric_id, tolerance, figure)
+
+    @classmethod
+    def _of(
+        cls,
+        module: str,
+        key: str,
+        measurement: Measurement,
+        metric_id: str,
+        tolerance: float,
+        figure: Figure,
+        slack: int = 0,
+    ) -> Record:
+        environment = {_encodable(name): _encodable(value) for name, value in measurement.environment.items()}
+        recipe = None if measurement.recipe is None else _plain(measurement.recipe, f"{module}::{key}")
         return cls(
             device=measurement.device.key,
             module=module,
             key=key,
-            metric_id=gate.metric_id,
-            tolerance=gate.tolerance,
-            slack=gate.slack,
+            metric_id=metric_id,
+            tolerance=tolerance,
+            slack=slack,
             recipe_digest=measurement.recipe_digest,
             recipe=recipe,
-            figure=figure,
+            figure=replace(figure, environment=environment),
         )
+
+    def compared_with(self, before: Figure) -> Comparison:
+        """The figure against an accepted one, by the rule that gates it."""
+        if self.metric_id in STEP_METRICS:
+            return compare_steps(self.figure.value, self.figure.spread, before, self.tolerance)
+        return compare(self.figure.value, before.value, self.tolerance, self.slack)
+
+    def is_worse_than(self, before: Figure) -> bool:
+        """Whether a person must say why it is accepted. A step time within the noise is no worse."""
+        return self.figure.value > before.value + (noise_of(self.figure.spread, before) or 0)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json.dumps` and xdist's `workeroutput` take."""
@@ -121,8 +154,9 @@ class Change:
     key: str
     metric_id: str
     kind: ChangeKind
-    old: int | None  # the accepted peak before, in bytes
+    old: int | None  # what was accepted before, in bytes or in the metric's own unit
     new: int
+    is_worse: bool = False  # with the same recipe
 
 
 @dataclass(frozen=True)
@@ -247,8 +281,8 @@ def apply_updates(folder: Path, records: Iterable[Record], mode: UpdateMode, rea
 
     Only one process of a session may call this (under xdist the controller); several sessions at once wait for each
     other. All files are checked and written beside their targets before the first one is replaced, and each is replaced
-    atomically. Raises `UserError`, with nothing changed, for a damaged file (unless `mode` is "all"), for a peak that
-    rises without a `reason`, and when files cannot be written.
+    atomically. Raises `UserError`, with nothing changed, for a damaged file (unless `mode` is "all"), for a figure
+    that gets worse without a `reason`, and when files cannot be written.
     """
     wanted: dict[Path, dict[str, dict[str, Record]]] = {}
     for record in _merged(records):
@@ -281,7 +315,7 @@ def apply_updates(folder: Path, records: Iterable[Record], mode: UpdateMode, rea
 
 
 def _merged(records: Iterable[Record]) -> list[Record]:
-    """One record per figure: of a test that ran several times the highest peak, whatever the order."""
+    """One record per figure: of a test that ran several times the worst, whatever the order."""
     chosen: dict[tuple[str, str, str, str], Record] = {}
     recipes: dict[tuple[str, str, str], str | None] = {}
     for record in records:
@@ -298,8 +332,8 @@ def _merged(records: Iterable[Record]) -> list[Record]:
     return [chosen[key] for key in sorted(chosen)]
 
 
-def _rank_of(record: Record) -> tuple[int, float, int]:
-    return -record.figure.peak, record.tolerance, record.slack
+def _rank_of(record: Record) -> tuple[int, int, float, int]:
+    return -record.figure.value, -(record.figure.spread or 0), record.tolerance, record.slack
 
 
 def _updated(
@@ -325,8 +359,8 @@ def _updated(
             elif before is None:
                 kind = "new"
             else:
-                same = before.peak == figure.peak
-                verdict = compare(figure.peak, before.peak, record.tolerance, record.slack)
+                same = before.value == figure.value
+                verdict = record.compared_with(before)
                 kind = "refreshed" if verdict == "pass" else verdict
                 figure = replace(
                     figure,
@@ -343,22 +377,25 @@ def _updated(
             # Figures of another recipe that this run did not measure go with that recipe.
             kept = entries[key].figures if key in entries and entries[key].recipe_digest == record.recipe_digest else {}
             entries[key] = Entry(record.recipe_digest, record.recipe, {**kept, metric_id: figure})
-            changes.append(Change(path, key, metric_id, kind, before.peak if before else None, figure.peak))
+            old_value = None if before is None else before.value
+            is_worse = before is not None and kind != "stale" and record.is_worse_than(before)
+            changes.append(Change(path, key, metric_id, kind, old_value, figure.value, is_worse))
     return BaselineFile(entries, old.environments), changes
 
 
 def _require_reason(changes: Iterable[Change]) -> None:
-    """A higher peak is accepted only with a reason; what a damaged file had accepted cannot be known."""
+    """A worse figure is accepted only with a reason; what a damaged file had accepted cannot be known."""
     for change in changes:
         place = f"{change.path}: {change.key}: {change.metric_id}"
         if change.kind == "damaged file replaced":
             raise UserError(
-                f"{change.path}: the file is damaged, so nobody can see whether a peak rises; "
+                f"{change.path}: the file is damaged, so nobody can see whether a figure gets worse; "
                 'give --mbmem-reason "why" to replace it. No baseline was changed'
             )
-        if change.kind != "stale" and change.old is not None and change.new > change.old:
+        if change.is_worse and change.old is not None:
+            old, new = (figure_text(change.metric_id, value) for value in (change.old, change.new))
             raise UserError(
-                f"{place}: the peak would rise from {format_bytes(change.old)} to {format_bytes(change.new)}; "
+                f"{place}: the {figure_name(change.metric_id)} would rise from {old} to {new}; "
                 'give --mbmem-reason "why" to accept it. No baseline was changed'
             )
 

@@ -68,6 +68,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("--html", type=Path, metavar="FILE", help="write a page to be read in a browser")
     report.set_defaults(run=_report)
 
+    compare = commands.add_parser("compare", help="show the figures of two files side by side")
+    what = "what `mbmem measure --json` or `pytest --mbmem-json` wrote"
+    compare.add_argument("first", type=Path, metavar="A.json", help=what)
+    compare.add_argument("second", type=Path, metavar="B.json", help="the same; differences are B's from A's")
+    compare.add_argument("--phases", action="store_true", help="show every phase instead of each rank's peaks")
+    compare.set_defaults(run=_compare)
+
     snapshot = commands.add_parser("snapshot", help="show what PyTorch's memory snapshot of a run says")
     snapshot.add_argument("file", type=Path, metavar="FILE", help="what torch.cuda.memory._dump_snapshot wrote")
     snapshot.add_argument("--device", metavar="N", help="which GPU, where the run used several")
@@ -134,6 +141,14 @@ def _report(arguments: argparse.Namespace) -> int:
     print("\n".join(lines) if lines else f"{arguments.results}: no test measured anything")
     if arguments.html is not None:
         _write(arguments.html, html.page(results))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from .report.two_files import File, compare_lines
+
+    first, second = File.load(arguments.first), File.load(arguments.second)
+    print("\n".join(compare_lines(first, second, every_phase=arguments.phases)))
     return 0
 
 

@@ -33,6 +33,16 @@ class OutOfMemory(MeasurementFailed):
     measurement: Measurement | None = None  # that failed
 
 
+TOO_FEW_GPUS = "too few GPUs"
+
+
+class TooFewGpus(RuntimeError):
+    """A measurement needs more GPUs than there are. Such a test is skipped with this message, or fails if asked to."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(f"{TOO_FEW_GPUS}: {why}")
+
+
 class ParityFailed(AssertionError):
     """The candidate's numbers are not the control's. The message names tensor, kind, precision, error and tolerance."""
 

@@ -8,13 +8,13 @@ tolerance is taken as the decimal number that was written, so 0.1 is a tenth and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import UserError
-from .measurement import Measurement, check_phase
+from .measurement import Failure, Measurement, check_phase
 from .split import PeakGrowth, growth, places_text, split_of
 from .units import format_bytes, format_fraction, parse_bytes, parse_fraction
 from .validation import did_you_mean
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .baseline_file import Entry, Figure
 
 Verdict = Literal["pass", "improvement", "regression", "stale", "missing", "out of memory", "no effect", "invalid"]
+Comparison = Literal["pass", "improvement", "regression"]
 GatedMetric = Literal["allocated", "reserved"]
 
 GATED_METRICS: tuple[GatedMetric, ...] = ("allocated", "reserved")
@@ -199,9 +200,7 @@ def band(reference: int, tolerance: float, slack: int) -> int:
     return reference * exact.numerator // exact.denominator + slack
 
 
-def compare(
-    measured: int, reference: int, tolerance: float, slack: int
-) -> Literal["pass", "improvement", "regression"]:
+def compare(measured: int, reference: int, tolerance: float, slack: int) -> Comparison:
     """One peak against another, one-sided: less memory never fails."""
     width = band(reference, tolerance, slack)
     if measured > reference + width:
@@ -222,7 +221,7 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
     if gate.limit is not None:
         reference, allowed = gate.limit, gate.limit
     elif figure is not None:
-        reference, allowed = figure.peak, figure.peak + band(figure.peak, gate.tolerance, gate.slack)
+        reference, allowed = figure.value, figure.value + band(figure.value, gate.tolerance, gate.slack)
     else:
         reference, allowed = None, None
 
@@ -234,8 +233,7 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
 
     failure = measurement.failure
     if failure is not None:
-        note = f"rank {failure.rank} ended with: {failure.kind}" + (f" in {failure.name}" if failure.name else "")
-        verdict: Verdict = failure.kind if failure.kind in ("out of memory", "no effect") else "invalid"
+        verdict, note = verdict_of_failure(failure)
         return judgement(verdict, rank=failure.rank, phase=failure.name, notes=(note,))
     if not measurement.ranks:
         return judgement("invalid", notes=("no rank was measured",))
@@ -258,7 +256,7 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
     if baseline is None:
         return judgement("missing", notes=("the baseline file has no entry for this test",), **found)
     if stale:
-        return judgement("stale", notes=tuple(_stale_notes(baseline, measurement)), **found)
+        return judgement("stale", notes=tuple(stale_notes(baseline, measurement)), **found)
     if figure is None:
         return judgement("missing", notes=(f"the test's baseline has no figure {gate.metric_id!r}",), **found)
     split = split_of(worst, gate.metric, gate.phase)
@@ -266,10 +264,16 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
         places = places_text((figure.rank, figure.phase), (worst.rank, peak.name))
         found["growth"] = growth(figure.split, split, places)
     return judgement(
-        compare(measured, figure.peak, gate.tolerance, gate.slack),
+        compare(measured, figure.value, gate.tolerance, gate.slack),
         notes=tuple(_notes(gate, figure, measured, measurement)),
         **found,
     )
+
+
+def verdict_of_failure(failure: Failure) -> tuple[Verdict, str]:
+    """What a measurement that failed is judged, and a note that says why."""
+    note = f"rank {failure.rank} ended with: {failure.kind}" + (f" in {failure.name}" if failure.name else "")
+    return failure.kind if failure.kind in ("out of memory", "no effect") else "invalid", note
 
 
 def recipe_changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -297,7 +301,8 @@ def _flat(recipe: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", list(value) if isinstance(value, tuple) else value
 
 
-def _stale_notes(baseline: Entry, measurement: Measurement) -> Iterator[str]:
+def stale_notes(baseline: Entry, measurement: Measurement) -> Iterator[str]:
+    """What changed in the recipe since the baseline was recorded."""
     if baseline.recipe_digest is None:
         yield "the baseline was recorded without a recipe"
     elif measurement.recipe_digest is None:
@@ -313,7 +318,8 @@ def _stale_notes(baseline: Entry, measurement: Measurement) -> Iterator[str]:
             yield "the recipe is written as before, but means something else: a default of it changed"
 
 
-def _notes(gate: PeakGate, figure: Figure, measured: int, measurement: Measurement) -> Iterator[str]:
+def environment_notes(figure: Figure, measurement: Measurement) -> Iterator[str]:
+    """Versions that are not those of the baseline."""
     now = {key: str(value) for key, value in measurement.environment.items()}
     keys = [*figure.environment, *(key for key in now if key not in figure.environment)]
     differing = [
@@ -324,28 +330,36 @@ def _notes(gate: PeakGate, figure: Figure, measured: int, measurement: Measureme
     if differing:
         yield f"the environment is not the baseline's: {', '.join(differing)}"
 
+
+def history_notes(figure: Figure, measured: int, allowed: int, name: str, text: Callable[[int], str]) -> Iterator[str]:
+    """A baseline that has gone loose, and drift since the first figure, which allows no more than `allowed`."""
+    if 0 < 2 * measured < figure.value:
+        yield (
+            f"the baseline is loose: it is {figure.value / measured:.1f} times what was measured and would hide a "
+            "regression of that size; refresh it"
+        )
+    if figure.updates and measured > allowed:
+        times = "once" if figure.updates == 1 else f"{figure.updates} times"
+        share = f"{format_fraction(measured / figure.first - 1, signed=True)} " if figure.first else ""
+        yield (
+            f"drift: {share}since the first recorded {name} of {text(figure.first)}; the baseline was changed {times}"
+        )
+
+
+def _notes(gate: PeakGate, figure: Figure, measured: int, measurement: Measurement) -> Iterator[str]:
+    yield from environment_notes(figure, measurement)
     ranks = {rank.rank for rank in measurement.ranks}
     if ranks != set(figure.ranks):
         yield f"the baseline has ranks {_listed(figure.ranks)}, measured were ranks {_listed(ranks)}"
 
-    width = band(figure.peak, gate.tolerance, gate.slack)
-    if 2 * width > figure.peak:
+    width = band(figure.value, gate.tolerance, gate.slack)
+    if 2 * width > figure.value:
         yield (
-            f"tolerance and slack allow {format_bytes(width)} on top of {format_bytes(figure.peak)}: "
+            f"tolerance and slack allow {format_bytes(width)} on top of {format_bytes(figure.value)}: "
             "the gate hardly tests anything; give it a smaller slack"
         )
-    if 2 * measured < figure.peak:
-        yield (
-            f"the baseline is loose: it is {figure.peak / measured:.1f} times what was measured and would hide a "
-            "regression of that size; refresh it"
-        )
-    drift = measured - figure.first
-    if figure.updates and drift > band(figure.first, gate.tolerance, gate.slack):
-        times = "once" if figure.updates == 1 else f"{figure.updates} times"
-        yield (
-            f"drift: {format_fraction(drift / figure.first, signed=True)} since the first recorded peak of "
-            f"{format_bytes(figure.first)}; the baseline was changed {times}"
-        )
+    allowed = figure.first + band(figure.first, gate.tolerance, gate.slack)
+    yield from history_notes(figure, measured, allowed, "peak", format_bytes)
 
 
 def _listed(ranks: Mapping[int, int] | set[int]) -> str:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from .growth import Growth, GrowthRule
     from .measure.retention import Body
+    from .measure.torchrun import Torchrun
     from .megatron.model import LiveModel
     from .recipe import Recipe
     from .session import Run
@@ -114,6 +116,11 @@ class Worker:
         return self.leave_snapshot(self.history) or self.failed_request
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the test failed, its teardown included."""
+        return any(report.failed for report in self.reports)
+
+    @property
     def rank(self) -> int:
         """Of the model that was built last; 0 in a test without a recipe."""
         return self.built[-1][1] if self.built else 0
@@ -166,6 +173,33 @@ class Worker:
             self.notes.append(f"only mbmem.measure checks whether {', '.join(asked)} has an effect")
         return model
 
+    def gathered(self, measurement: Measurement, torchrun: Torchrun, nodeid: str, timeout: float) -> Measurement:
+        """This test's measurement with the ranks that the other processes of a torchrun measured in it.
+
+        Raises `UserError` if one of them gives none within `timeout` seconds.
+        """
+        from .measure import peers
+
+        times = peers.times_here(torchrun.job(nodeid, timeout), torchrun.rank)
+        job = torchrun.job(f"{nodeid}#{times}", timeout)
+        failed = measurement.failure is not None
+        found = peers.exchange(job, torchrun.rank, measurement.to_json(), failed)
+        missing = [str(rank) for rank, data in enumerate(found) if data is None]
+        if missing:
+            raise UserError(f"{nodeid}: torchrun: no figures from rank {', '.join(missing)} within {timeout:g} s")
+        all_of_them = [Measurement.from_json(data, nodeid) for data in found if data is not None]
+        ranks: dict[int, RankMeasurement] = {}
+        for one in sorted((rank for other in all_of_them for rank in other.ranks), key=lambda rank: rank.peak()):
+            ranks[one.rank] = one
+        return replace(
+            measurement,
+            ranks=tuple(ranks[number] for number in sorted(ranks)),
+            world_size=max(measurement.world_size, torchrun.world_size),
+            notes=tuple(dict.fromkeys(note for other in all_of_them for note in other.notes)),
+            failure=next((other.failure for other in all_of_them if other.failure is not None), None),
+            mode="joint",
+        )
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep the reports of the test."""
         self.reports.append(report)
@@ -215,8 +249,8 @@ class Watch:
 
         return read_counters().zero_reads if driver_is_loaded() else 0
 
-    def measurement(self, error: BaseException | None = None) -> Measurement:
-        """What was measured; `error` is what ended the body early."""
+    def measurement(self, error: BaseException | None = None, own_rank: int = 0) -> Measurement:
+        """What was measured; `error` is what ended the body early, `own_rank` the rank of a test without a recipe."""
         from .measure.launch import versions
         from .measure.ranks import at
         from .virtual_gpu.counters import driver_is_loaded
@@ -224,7 +258,7 @@ class Watch:
         worker = self._worker
         unbuilt = _ASSUMPTIONS if driver_is_loaded() else ()
         fields: dict[str, Any] = {"assumptions": worker.assumptions or unbuilt, "notes": tuple(worker.notes)}
-        place: dict[str, Any] = {"rank": 0, "coordinates": {}}
+        place: dict[str, Any] = {"rank": own_rank, "coordinates": {}}
         if len(self._worker.built) == 1:
             recipe, rank = self._worker.built[0]
             place = {"rank": rank, "coordinates": at(recipe, rank).coordinates}
@@ -259,11 +293,14 @@ class Watch:
         return Failure(kind, rank, str(error) or type(error).__name__, phase="test", shortage=shortage)
 
 
-def run(test: str, options: dict[str, Any], device: dict[str, Any], snapshots: str | None) -> dict[str, Any]:
-    """In the worker: run the test. `snapshots` is the folder for that of a failure.
+def run(
+    test: str, options: dict[str, Any], device: dict[str, Any], snapshots: str | None, artifact: str | None
+) -> dict[str, Any]:
+    """In the worker: run the test. `snapshots` is the folder for that of a failure, `artifact` a file for it as well.
 
     Returns {"reports": serialised reports, "interruption": what ended the session, or None,
-    "errors": why the test could not be run, "warnings": what it warned of, "history": see `Worker.leave_history`}.
+    "errors": why the test could not be run, "warnings": what it warned of, "history": see `Worker.leave_history`,
+    "no_artifact": why a test that failed left no snapshot in `artifact`, or None}.
     """
     global WORKER
     WORKER = Worker(Device(**device), _history(options), Path(snapshots) if snapshots else None)
@@ -285,6 +322,7 @@ def run(test: str, options: dict[str, Any], device: dict[str, Any], snapshots: s
             "errors": WORKER.errors,
             "warnings": WORKER.warnings,
             "history": WORKER.leave_history(),
+            "no_artifact": WORKER.leave_snapshot(Path(artifact)) if artifact and WORKER.has_failed else None,
         }
     finally:
         config._ensure_unconfigure()
@@ -321,6 +359,7 @@ def _reports(measuring: Run, item: pytest.Item, options: dict[str, Any]) -> list
         "options": options,
         "device": vars(measuring.device),
         "snapshots": str(measuring.snapshots.folder_of_failures or ""),
+        "artifact": str(_artifact(options)) if measuring.artifacts is not None else None,
     }
     folder = config.invocation_params.dir
     if _wants_debugger(config):
@@ -343,6 +382,12 @@ def _reports(measuring: Run, item: pytest.Item, options: dict[str, Any]) -> list
         errors = "\n".join(value["errors"]) if value is not None else ""
         text = message or f"pytest could not run this test there\n{errors}"
         reports.append(_failed(item, f"{item.nodeid}, in its worker: {text}\n{output}".strip()))
+    if measuring.artifacts is not None:
+        from .artifacts import WholeTest
+
+        why = "the worker did not come to its end" if value is None else value["no_artifact"]
+        whole = WholeTest(output, value is not None, _artifact(options), why)
+        measuring.artifacts.of_worker(item, reports, whole)
     return reports
 
 
@@ -368,10 +413,16 @@ def _history(options: Mapping[str, Any]) -> Path:
     return Path(options["basetemp"]).with_name("out-of-memory.pickle")
 
 
+def _artifact(options: Mapping[str, Any]) -> Path:
+    """Where a worker with these options leaves the snapshot of a test that fails."""
+    return Path(options["basetemp"]).with_name("failed.pickle")
+
+
 def _clean_up(config: pytest.Config, options: Mapping[str, Any]) -> None:
     """Remove what nobody needs any more. pytest removes old temporary folders itself, where it has any."""
     history = _history(options)
     history.unlink(missing_ok=True)
+    _artifact(options).unlink(missing_ok=True)
     if getattr(config, "_tmp_path_factory", None) is None:
         shutil.rmtree(history.parent, ignore_errors=True)
 

@@ -249,6 +249,8 @@ class Measurement:
     steps: tuple[HostStep, ...] = ()  # of a host run, which measures no memory and so has no ranks
     mode: Mode = "solo"
     twin: Measurement | None = None  # of a real GPU's: the same recipe and ranks on a virtual GPU like it
+    logs: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    """What workers printed, by what they did ("rank0"). Stays in the process that measured: it is not in the JSON."""
 
     def worst(self, metric: Metric = "allocated", phase: str | None = None) -> RankMeasurement:
         """The measured rank with the highest peak; the lowest rank number among equals."""
@@ -275,7 +277,7 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json.dumps` takes and `from_json` reads back."""
-        return {"schema": SCHEMA, **dataclasses.asdict(self)}
+        return {"schema": SCHEMA, **_without_logs(dataclasses.asdict(self))}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "measurement") -> Measurement:
@@ -293,6 +295,13 @@ class Measurement:
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"{path}: cannot be read as JSON ({error})") from None
         return cls.from_json(data, str(path))
+
+
+def _without_logs(measurement: dict[str, Any]) -> dict[str, Any]:
+    del measurement["logs"]
+    if measurement["twin"] is not None:
+        _without_logs(measurement["twin"])
+    return measurement
 
 
 def step_name(step: int) -> str:
@@ -375,7 +384,7 @@ def read_plain(hint: Any, value: Any, where: str) -> Any:
         return hint(**{key: read_plain(fields[key][0], part, f"{where}.{key}") for key, part in value.items()})
     if hint is float and type(value) is int:  # some programs rewrite 0.0 as 0
         return float(value)
-    if type(value) is hint:  # exactly: True is not 1
+    if type(value) is hint and value == value:  # exactly: True is not 1, and NaN is no number
         return value
     raise UserError(f"{where}: {show(value)} is not {_NAMES[hint]}")
 

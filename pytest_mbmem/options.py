@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +14,22 @@ if TYPE_CHECKING:
     import pytest
 
     from .gates import GateDefaults
+    from .measure.nvml import Machine
+    from .measure.torchrun import Torchrun
     from .virtual_gpu.gpus import Gpu
 
 DEFAULT_GPU = "h100-80gb"
 DEFAULT_TIMEOUT = 600.0
 UPDATE_MODES = ("new", "changed", "all")
+RANKS_MODES = ("auto", "joint", "solo")
 
 _INI_KEYS = {
     "mbmem_virtual_gpu": f"name of the virtual GPU (default: {DEFAULT_GPU})",
     "mbmem_gpus": "YAML file with more virtual GPUs, relative to the configuration file",
     "mbmem_baselines": "folder of the baselines, relative to the configuration file (default: baselines)",
     "mbmem_snapshots": "folder for PyTorch's memory snapshots, relative to the configuration file",
+    "mbmem_artifacts": "folder for what failed tests leave, relative to the configuration file",
+    "mbmem_ranks": "joint, solo or auto: how --mbmem-gpu measures the ranks of a job (default: auto)",
     "mbmem_timeout": f"seconds that one worker may take (default: {DEFAULT_TIMEOUT:g})",
     "mbmem_tolerance": "tolerance of every baseline gate that names none, as in 1%",
     "mbmem_slack": "slack of every baseline gate that names none, as in 2 MiB",
@@ -37,7 +42,14 @@ def add(parser: pytest.Parser) -> None:
     option = group.addoption
     option("--mbmem-virtual-gpu", metavar="NAME", help=f"virtual GPU to measure on (default: {DEFAULT_GPU})")
     option("--mbmem-gpus", metavar="FILE", help="YAML file with more virtual GPUs")
-    option("--mbmem-gpu", action="store_true", help="measure on the real GPU (not in this version)")
+    option("--mbmem-gpu", action="store_true", help="measure on the GPUs of this machine, and on a virtual twin")
+    option(
+        "--mbmem-ranks",
+        metavar="MODE",
+        help="with --mbmem-gpu: joint (all ranks of a job at once), solo (one at a time on one GPU), or auto (joint if "
+        "there are GPUs enough; the default)",
+    )
+    option("--mbmem-require-gpus", action="store_true", help="with --mbmem-gpu: too few GPUs fail a test")
     option("--mbmem-host", action="store_true", help="train recipes, shrunk, with real numbers on the CPU; no gates")
     option("--mbmem-baselines", metavar="DIR", help="folder of the baselines (default: baselines in the rootdir)")
     option(
@@ -52,6 +64,7 @@ def add(parser: pytest.Parser) -> None:
     option("--mbmem-json", metavar="FILE", help="write all measurements and verdicts as JSON")
     option("--mbmem-html", metavar="FILE", help="write a report to be read in a browser")
     option("--mbmem-snapshots", metavar="DIR", help="write PyTorch's memory snapshot of every measured rank")
+    option("--mbmem-artifacts", metavar="DIR", help="write all that is needed to look into each failed test")
     option("--mbmem-timeout", metavar="SECONDS", help=f"time limit of one worker (default: {DEFAULT_TIMEOUT:g})")
     for name, text in _INI_KEYS.items():
         parser.addini(name, text, default=None)
@@ -69,7 +82,12 @@ class Options:
     json: Path | None
     html: Path | None
     snapshots: Path | None  # folder; may not exist yet
+    artifacts: Path | None  # the same
     timeout: float
+    machine: Machine | None  # with --mbmem-gpu: what measures
+    ranks: str  # "joint", "solo" or "auto"
+    require_gpus: bool
+    torchrun: Torchrun | None  # the processes that run these tests together
     host: bool  # recipes run on the CPU, and memory is neither measured nor judged
     tolerance: float | None
     slack: int | None
@@ -81,16 +99,19 @@ class Options:
         given = _Given(config)
         if config.getoption("mbmem_gpu") and config.getoption("mbmem_host"):
             raise UserError("--mbmem-gpu: tests run on the GPU, or with --mbmem-host on the CPU; leave one of them out")
-        if config.getoption("mbmem_gpu"):
-            raise UserError(
-                "--mbmem-gpu: measuring on a real GPU is not in this version; without it tests run on the virtual GPU"
-            )
         update, reason = given.option("update"), given.option("reason")
         _check_update(update, reason)
         host = bool(config.getoption("mbmem_host"))
         if host and update is not None:
             raise UserError("--mbmem-update: with --mbmem-host no memory is measured that could be a baseline")
+        real = bool(config.getoption("mbmem_gpu"))
+        ranks, require_gpus = given.ranks(real=real, host=host), bool(config.getoption("mbmem_require_gpus"))
+        if require_gpus and not real:
+            raise UserError("--mbmem-require-gpus: without --mbmem-gpu no GPU is needed")
+        torchrun = _torchrun(config)
         gpu_name, gpu_source = given.text("virtual_gpu", DEFAULT_GPU)
+        if real and gpu_source == "--mbmem-virtual-gpu" and given.option("virtual_gpu") is not None:
+            raise UserError("--mbmem-virtual-gpu: with --mbmem-gpu the virtual twin is of the real GPU; leave one out")
         gpus_file, gpus_source = given.path("gpus")
         if gpus_file is not None and not gpus_file.is_file():
             raise UserError(f"{gpus_source}: {gpus_file} is not a file")
@@ -108,21 +129,33 @@ class Options:
             json=given.output("json"),
             html=given.output("html"),
             snapshots=given.folder("snapshots"),
+            artifacts=given.folder("artifacts"),
             timeout=seconds(timeout, timeout_source),
+            machine=_machine() if real else None,
+            ranks=ranks,
+            require_gpus=require_gpus,
+            torchrun=torchrun,
             host=host,
             tolerance=given.tolerance(),
             slack=given.slack(),
-            in_use=given.anything or host or baselines.is_dir(),
+            in_use=given.anything or host or real or baselines.is_dir(),
         )
         if options.json is not None and options.json == options.html:
             raise UserError(f"--mbmem-json and --mbmem-html name the same file: {options.json}")
         if gpu_name != DEFAULT_GPU or gpus_file is not None:  # only then is there something to check
             choose_gpu(gpu_name, gpus_file, gpu_source)
+        if torchrun is not None and torchrun.rank > 0:  # the first one reports and writes
+            return replace(options, json=None, html=None, artifacts=None)
         return options
 
     @property
     def gpu(self) -> Gpu:
-        """The chosen virtual GPU."""
+        """The chosen virtual GPU, or with --mbmem-gpu the real one as far as it is known without CUDA."""
+        if self.machine is not None:
+            from .measure.gpu_launch import like
+            from .virtual_gpu.gpus import load_gpus
+
+            return like(self.machine.gpus[0], load_gpus(self.gpus_file))
         return choose_gpu(self.gpu_name, self.gpus_file, "--mbmem-virtual-gpu")
 
     @property
@@ -201,6 +234,16 @@ class _Given:
             raise UserError(f"{source}: {path} cannot be written")
         return path
 
+    def ranks(self, *, real: bool, host: bool) -> str:
+        mode, source = self.text("ranks", "auto")
+        if mode not in RANKS_MODES:
+            raise UserError(f"{source}: {mode!r} is not one of {', '.join(RANKS_MODES)}")
+        if host and mode == "solo":
+            raise UserError(f"{source}: solo: with --mbmem-host all ranks of a job run together")
+        if self.option("ranks") is not None and not real and not host:
+            raise UserError("--mbmem-ranks: on a virtual GPU every rank is measured alone; it is for --mbmem-gpu")
+        return mode
+
     def tolerance(self) -> float | None:
         value = self.ini("tolerance")
         if value is None:
@@ -225,6 +268,22 @@ class _Given:
         if not value:
             raise UserError(f"{source}: the path is empty")
         return Path(os.path.normpath(folder / value))
+
+
+def _machine() -> Machine:
+    from .measure.nvml import machine
+
+    return machine()
+
+
+def _torchrun(config: pytest.Config) -> Torchrun | None:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    from .measure.torchrun import Torchrun
+
+    if config.getoption("numprocesses", None) or hasattr(config, "workerinput"):
+        raise UserError("-n: torchrun's processes run the tests together; leave pytest-xdist out")
+    return Torchrun.of_environment()
 
 
 def _check_update(update: str | None, reason: str | None) -> None:

@@ -14,7 +14,17 @@ import pytest
 from . import options
 from .errors import UserError
 from .fixtures import mbmem, megatron_model
-from .session import FITS_MARKER, FRAGMENTATION_MARKER, MARKER, PLAN, RUN, SAVING_MARKER, Collected, Run
+from .session import (
+    FITS_MARKER,
+    FRAGMENTATION_MARKER,
+    MARKER,
+    PLAN,
+    RUN,
+    SAVING_MARKER,
+    THROUGHPUT_MARKER,
+    Collected,
+    Run,
+)
 
 __all__ = ["mbmem", "megatron_model"]
 
@@ -39,6 +49,13 @@ _FRAGMENTATION_MARKER_HELP = (
     '("10%", "4 GiB") never holds a tensor'
 )
 
+_THROUGHPUT_MARKER_HELP = (
+    f"{THROUGHPUT_MARKER}(minimum=None, *, tolerance=None, steps=10, warmup=3): fail when a real GPU's throughput is "
+    'lower than a minimum ("400 TFLOP/s", "3 k tokens/s" per GPU), or without one than a baseline, by more than '
+    "tolerance (0% of a minimum, 5% of a baseline) and noise; on a virtual GPU, when a step computes, sends or moves "
+    "more than a baseline allows, but not for a minimum without tolerance"
+)
+
 _GROWTH_MARKER_HELP = (
     "no_memory_growth(*, control=None, steps=5, microbatches=None, slack=None): fail when memory grows with the steps "
     "or the microbatches, when more stays after backward than in the control, or when it takes a garbage collection to "
@@ -57,6 +74,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _SAVING_MARKER_HELP)
     config.addinivalue_line("markers", _FITS_MARKER_HELP)
     config.addinivalue_line("markers", _FRAGMENTATION_MARKER_HELP)
+    config.addinivalue_line("markers", _THROUGHPUT_MARKER_HELP)
     config.addinivalue_line("markers", _GROWTH_MARKER_HELP)
     item = sys.modules.get("pytest_mbmem.item")  # loaded wherever a whole test runs in a worker
     worker = item.WORKER if item is not None else None
@@ -65,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[RUN] = run
+    run.leave_reports_to_the_first_rank()
     if run.options.in_use:  # reports are asked for, or baselines may have lost all their tests
         run.register_reporter()
 

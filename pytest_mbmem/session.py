@@ -11,15 +11,16 @@ from collections.abc import Generator
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pytest
 
-from .errors import MeasurementFailed, NoEffect, NotOnHost, OutOfMemory, ParityFailed, Refused, UserError
+from .errors import MeasurementFailed, NoEffect, NotOnHost, OutOfMemory, ParityFailed, Refused, TooFewGpus, UserError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    from .artifacts import Artifacts
     from .baseline_file import Entry
     from .baselines import Baselines, Record
     from .comparing import Comparing, Given
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .gates import Judgement, PeakGate
     from .growth import Growth, GrowthRule, GrowthSummary
     from .item import Watch, Worker
+    from .leftovers import Leftovers
     from .measure.host import HostLauncher, Parity, Precision
     from .measure.launch import Launcher
     from .measure.retention import Body
@@ -40,13 +42,15 @@ if TYPE_CHECKING:
     from .savings import SavingGate
     from .snapshots import Snapshots
     from .sweep import Sweep
+    from .throughput import ThroughputGate, ThroughputJudgement, Timing
     from .virtual_gpu.gpus import Gpu
 
 MARKER = "peak_memory"
 SAVING_MARKER = "memory_saving"
 FITS_MARKER = "fits"
 FRAGMENTATION_MARKER = "fragmentation"
-MARKERS = (MARKER, SAVING_MARKER, FITS_MARKER, FRAGMENTATION_MARKER, "no_memory_growth")
+THROUGHPUT_MARKER = "throughput"
+MARKERS = (MARKER, SAVING_MARKER, FITS_MARKER, FRAGMENTATION_MARKER, THROUGHPUT_MARKER, "no_memory_growth")
 
 
 @dataclass
@@ -57,6 +61,8 @@ class Plan:
     savings: tuple[SavingGate, ...] = ()
     fits: tuple[FitGate, ...] = ()
     fragmentations: tuple[FragmentationRule, ...] = ()
+    throughputs: tuple[ThroughputGate, ...] = ()
+    timing: Timing | None = None  # as the throughput marker asks for; None: there is none
     growth: GrowthRule | None = None
     in_worker: bool = False  # the whole test runs in a worker
     mistake: str | None = None
@@ -70,7 +76,14 @@ class Plan:
     @property
     def measures(self) -> list[str]:
         """The markers that need something measured."""
-        return [name for name, there in {**self.peaks, SAVING_MARKER: bool(self.savings)}.items() if there]
+        others = {SAVING_MARKER: bool(self.savings), THROUGHPUT_MARKER: bool(self.throughputs)}
+        return [name for name, there in {**self.peaks, **others}.items() if there]
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether a gate compares what the test measures with a baseline, on a virtual or on a real GPU."""
+        of_steps = (gate.needs_baseline(virtual) for gate in self.throughputs for virtual in (True, False))
+        return any(gate.limit is None for gate in self.gates) or any(of_steps)
 
 
 @dataclass
@@ -90,6 +103,8 @@ class TestRecord:
         for measured in self.measured:
             for judged in measured.judged:
                 judged.accepted = False
+            for steps in measured.throughputs:
+                steps.accepted = False
 
     def to_json(self) -> dict[str, Any]:
         """What travels on the test's report, plain data."""
@@ -139,8 +154,21 @@ class Run:
 
         if self.options.host:
             raise NotOnHost("--mbmem-host: memory is not measured, and the test asks for it")
-        launcher = launch.Launcher(self.options.gpu, timeout=self.options.timeout)
-        self.config.add_cleanup(launcher.close)
+        launcher: Launcher
+        if self.options.machine is not None:
+            from .measure.gpu_launch import GpuLauncher
+
+            launcher = GpuLauncher(
+                self.options.machine,
+                self.gpus,
+                timeout=self.options.timeout,
+                mode=self.options.ranks,  # type: ignore[arg-type]
+                torchrun=self.options.torchrun,
+                occupied=self.leftovers.check,
+            )
+        else:
+            launcher = launch.Launcher(self.options.gpu, timeout=self.options.timeout)
+        self.config.add_cleanup(getattr(launcher, "leave", launcher.close))
         return launcher
 
     @cached_property
@@ -174,6 +202,22 @@ class Run:
         return Comparing(self)
 
     @cached_property
+    def leftovers(self) -> Leftovers:
+        """What the tests of this process leave on real GPUs."""
+        from .leftovers import Leftovers
+
+        return Leftovers.of(self.config)
+
+    @cached_property
+    def artifacts(self) -> Artifacts | None:
+        """With --mbmem-artifacts: what writes the folders of failed tests. A worker's test is its caller's."""
+        if self.options.artifacts is None or self.worker is not None:
+            return None
+        from .artifacts import Artifacts
+
+        return Artifacts(self, self.options.artifacts)
+
+    @cached_property
     def snapshots(self) -> Snapshots:
         """The files of this session."""
         from .snapshots import Snapshots
@@ -185,15 +229,31 @@ class Run:
         if not self._hooks_registered:
             self._hooks_registered = True
             self.config.pluginmanager.register(MeasuringTests(self), "mbmem-measuring-tests")
+            if self.options.machine is not None and self.worker is None:
+                self.config.pluginmanager.register(self.leftovers, "mbmem-leftovers")
+            if self.artifacts is not None:
+                self.config.pluginmanager.register(self.artifacts, "mbmem-artifacts")
             self.register_reporter()
 
     def register_reporter(self) -> None:
-        """Have the hooks of `Reporter` called from now on, except in workers, which only pass reports on."""
-        if self.reporter is None and self.worker is None and not hasattr(self.config, "workerinput"):
+        """Have the hooks of `Reporter` called from now on, except in workers, which only pass reports on.
+
+        Of the processes of a torchrun the first one reports and writes.
+        """
+        is_first = self.options.torchrun is None or self.options.torchrun.rank == 0
+        if self.reporter is None and self.worker is None and is_first and not hasattr(self.config, "workerinput"):
             from .report.reporter import Reporter
 
             self.reporter = Reporter(self)
             self.config.pluginmanager.register(self.reporter, "mbmem-reporter")
+
+    def leave_reports_to_the_first_rank(self) -> None:
+        """In another process of a torchrun: print nothing but what fails."""
+        torchrun = self.options.torchrun
+        if torchrun is not None and torchrun.rank > 0 and self.worker is None:
+            from .report.other_rank import OtherRank
+
+            self.config.pluginmanager.register(OtherRank(torchrun.rank), "mbmem-other-rank")
 
     def header(self) -> dict[str, str]:
         """What this session measures with, by name."""
@@ -206,10 +266,17 @@ class Run:
                 "device": f"{self.device.key}, {self.device.name}; {NOT_GATED}",
                 "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
             }
-        gpu = self.options.gpu
+        found = versions()
+        if (machine := self.options.machine) is not None:
+            device = f"{self.device.key}, {len(machine.gpus)} x {self.device.name}, ranks: {self.options.ranks}"
+            if (torchrun := self.options.torchrun) is not None:
+                device += f", {torchrun.world_size} processes of torchrun"
+            found = {**found, "driver": machine.driver}
+        else:
+            device = f"{self.device.key}, a virtual {self.options.gpu.name}"
         return {
-            "device": f"{self.device.key}, a virtual {gpu.name}",
-            "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+            "device": device,
+            "versions": ", ".join(f"{name} {version}" for name, version in found.items()),
             "baselines": str(self.options.baselines / self.device.key),
         }
 
@@ -237,6 +304,12 @@ class Run:
                 )
             plan.fits = self._fits(item, in_worker=plan.in_worker)
             plan.fragmentations = self._fragmentations(item)
+            plan.throughputs, plan.timing = self._throughputs(item)
+            if plan.throughputs and not mbmem:
+                raise UserError(
+                    f"{item.nodeid}: the {THROUGHPUT_MARKER} marker is about the steps of a recipe, and a test that "
+                    "runs whole in a worker has none; name mbmem among its arguments and call mbmem.measure(recipe)"
+                )
             plan.growth = self._growth_rule(item, in_worker=plan.in_worker)
             judging = next((name for name, there in plan.peaks.items() if there), None)
             if plan.in_worker and plan.growth is not None and judging is not None:
@@ -311,6 +384,20 @@ class Run:
             rules.setdefault(rule.metric_id, rule)
         return tuple(rules.values())
 
+    def _throughputs(self, item: pytest.Item) -> tuple[tuple[ThroughputGate, ...], Timing | None]:
+        """Of all markers; the closest one decides where several judge the same, and how many steps are timed."""
+        gates: dict[str, ThroughputGate] = {}
+        timing: Timing | None = None
+        for marker in item.iter_markers(THROUGHPUT_MARKER):
+            from .throughput import ThroughputGate
+
+            gate, its_timing = ThroughputGate.from_marker(marker.args, marker.kwargs, item.nodeid)
+            timing = timing or its_timing
+            if any(closer.counts for closer in gates.values()):
+                gate = replace(gate, counts=False)
+            gates.setdefault(gate.judges, gate)
+        return tuple(gates.values()), timing
+
     def _growth_rule(self, item: pytest.Item, in_worker: bool) -> GrowthRule | None:
         """Of the closest marker."""
         marker = item.get_closest_marker("no_memory_growth")
@@ -339,8 +426,7 @@ class Run:
         """Measure a recipe for a test and keep the result for its gates and for the reports."""
         __tracebackhide__ = True
         key = self._new_key(item, name)
-        launcher = self.host_launcher if self.options.host else self.launcher
-        measurement = launcher.measure(self.recipe(item, recipe, "mbmem.measure"), ranks=ranks)
+        measurement = self._measure(item, self.recipe(item, recipe, "mbmem.measure"), ranks)
         self.keep(item, key, name, measurement, ranks)
         self.write_snapshots(item)
         failure = measurement.failure
@@ -350,6 +436,18 @@ class Run:
                 error.measurement = measurement
             raise error
         return measurement
+
+    def _measure(
+        self, item: pytest.Item, recipe: Recipe, ranks: Literal["distinct", "all"] | Sequence[int]
+    ) -> Measurement:
+        from .measure.gpu_launch import GpuLauncher
+
+        if self.options.host:
+            return self.host_launcher.measure(recipe, ranks=ranks)
+        if isinstance(self.launcher, GpuLauncher):
+            plan = item.stash[PLAN]
+            return self.launcher.measure(recipe, ranks=ranks, timing=plan.timing if plan is not None else None)
+        return self.launcher.measure(recipe, ranks=ranks)
 
     def _is_about_other_gpus(self, item: pytest.Item, failure: Failure) -> bool:
         """Whether this session's GPU being too small is no matter: the test's fits markers name others alone."""
@@ -445,7 +543,7 @@ class Run:
             raise UserError(f"{item.nodeid}: mbmem.measure(name={name!r}): allowed is text without '@'")
         key = clean_nodeid(item.nodeid)[1] + (f"@{name}" if name else "")
         plan = item.stash.get(PLAN, None)
-        against_baseline = plan is not None and any(gate.limit is None for gate in plan.gates)
+        against_baseline = plan is not None and plan.has_baseline
         if against_baseline and any(m.key == key for m in item.stash.setdefault(RECORD, TestRecord()).measured):
             again = f"named {name!r}" if name else "without a name"
             raise UserError(
@@ -584,6 +682,49 @@ class Run:
                     texts.append(fragmentation_failure_text(one, found))
         return texts
 
+    def judge_throughput(self, item: pytest.Item, plan: Plan) -> list[str]:
+        """Judge all the test measured by its throughput markers, as `judge` does by its gates."""
+        if not plan.throughputs:
+            return []
+        from .baselines import Record, clean_nodeid
+        from .report.results import Judged
+        from .report.throughput import throughput_failure_text
+        from .throughput import judge
+
+        record = item.stash.setdefault(RECORD, TestRecord())
+        if not record.measured:
+            if plan.measures != [THROUGHPUT_MARKER]:  # the others say the same
+                return []
+            return [
+                f"nothing was measured: {item.nodeid} has the {THROUGHPUT_MARKER} marker, but never called "
+                "mbmem.measure()"
+            ]
+        if self.options.host:
+            return []
+        module = clean_nodeid(item.nodeid)[0]
+        texts = []
+        for one in record.measured:
+            missing: list[Record] = []
+            failed: list[ThroughputJudgement] = []
+            for gate in plan.throughputs:
+                needed = gate.needs_baseline(one.measurement.device.virtual)
+                entry = self._baseline(module, one.key) if needed else None
+                for judgement in judge(gate, one.measurement, entry, one.key):
+                    judged = Judged(judgement)
+                    if judgement.against_minimum is None and judgement.measured is not None:
+                        new = Record.of_step(module, judgement, one.measurement)
+                        record.records.append(new)
+                        judged.accepted = self._accepts(judgement)
+                        missing += [new] if judgement.verdict == "missing" else []
+                    one.throughputs.append(judged)
+                    failed += [] if judged.passed else [judgement]
+            if failed:
+                one.measurement = self._explained(one.measurement)
+                texts.append(
+                    throughput_failure_text(item.nodeid, one, failed, self._to_paste(*missing) if missing else None)
+                )
+        return texts
+
     def judge_growth(self, item: pytest.Item, plan: Plan, body: Body | None) -> list[str]:
         """Run what the test measured by its `no_memory_growth` rule. Returns a text for each that grows."""
         if plan.growth is None:
@@ -650,7 +791,7 @@ class Run:
                 return None
             raise
 
-    def _accepts(self, judgement: Judgement) -> bool:
+    def _accepts(self, judgement: Judgement | ThroughputJudgement) -> bool:
         """Whether --mbmem-update makes what was measured the baseline. A regression needs a reason for that."""
         update, verdict = self.options.update, judgement.verdict
         if update is None or self._baseline_is_equal(judgement):
@@ -664,13 +805,13 @@ class Run:
         return True
 
     @staticmethod
-    def _baseline_is_equal(judgement: Judgement) -> bool:
+    def _baseline_is_equal(judgement: Judgement | ThroughputJudgement) -> bool:
         return judgement.verdict == "pass" and judgement.measured == judgement.reference
 
-    def _to_paste(self, record: Record) -> str:
+    def _to_paste(self, *records: Record) -> str:
         from .baselines import paste
 
-        return str(paste(self.options.baselines, [record]))
+        return str(paste(self.options.baselines, records))
 
 
 def _record(module: str, measured: Measured, judgement: Judgement) -> Record:
@@ -733,6 +874,8 @@ class MeasuringTests:
             result = yield
         except NotOnHost as error:
             pytest.skip(str(error))
+        except TooFewGpus as error:
+            self._too_few_gpus(error)
         except (Exception, pytest.fail.Exception) as error:
             if body is not None:
                 body.close()
@@ -745,7 +888,10 @@ class MeasuringTests:
             texts += self._judge(item, plan, watch)
             texts += self.run.judge_savings(item, plan)
             texts += self.run.judge_fits(item, plan)
+            texts += self.run.judge_throughput(item, plan)
             texts += self.run.judge_growth(item, plan, body)
+        except TooFewGpus as error:
+            self._too_few_gpus(error)
         except UserError as error:
             texts.append(str(error))
         finally:
@@ -756,13 +902,22 @@ class MeasuringTests:
             pytest.fail("\n\n".join(texts), pytrace=False)
         return result
 
+    def _too_few_gpus(self, error: TooFewGpus) -> NoReturn:
+        if self.run.options.require_gpus:
+            pytest.fail(f"--mbmem-require-gpus: {error}", pytrace=False)
+        pytest.skip(str(error))
+
     def _judge(
         self, item: pytest.Item, plan: Plan, watch: Watch | None, error: BaseException | None = None
     ) -> list[str]:
         if watch is not None:
             from .baselines import clean_nodeid
 
-            measurement = self.run.snapshots.with_note(watch.measurement(error))
+            worker, torchrun = self.run.worker, self.run.options.torchrun
+            assert worker is not None
+            measurement = self.run.snapshots.with_note(watch.measurement(error, torchrun.rank if torchrun else 0))
+            if torchrun is not None:
+                measurement = worker.gathered(measurement, torchrun, item.nodeid, self.run.options.timeout)
             self.run.keep(item, clean_nodeid(item.nodeid)[1], None, measurement)
             self.run.write_snapshots(item)
         return self.run.judge(item, plan, explain=error is None)
@@ -791,6 +946,8 @@ class MeasuringTests:
             add_section = getattr(report.longrepr, "addsection", None)
             if said and add_section is not None:
                 add_section("memory snapshot", said)
+        if report.failed and self.run.artifacts is not None:
+            self.run.artifacts.of_test(item, report, record)
         # an attribute of ours, which pytest's serialisation carries along
         report.mbmem = record.to_json() if call.when == "call" else {}  # type: ignore[attr-defined]
         return report

@@ -152,15 +152,20 @@ class Snapshots:
         if launcher is None:
             assert self._run.worker is not None
             return {rank: self._run.worker.leave_snapshot(file) for rank, file in files.items()}
-        from .measure.launch import recipe_environment
+        return run_again(measurement, files, launcher)
 
-        recipe = Recipe.from_dict(measurement.recipe, "recipe")
-        calls = [_call(measurement, rank, file) for rank, file in files.items()]
-        results = launcher.call_all(calls, recipe_environment(recipe), launcher.timeout)
-        return {
-            rank: result.message.strip().splitlines()[-1] if result.failure is not None else result.value
-            for rank, result in zip(files, results, strict=True)
-        }
+
+def run_again(measurement: Measurement, files: Mapping[int, Path], launcher: Launcher) -> dict[int, str | None]:
+    """Run ranks of a recipe once more, each for its snapshot. Returns for each why there is none, or None."""
+    from .measure.launch import recipe_environment
+
+    recipe = Recipe.from_dict(measurement.recipe, "recipe")
+    calls = [_call(measurement, rank, file) for rank, file in files.items()]
+    results = launcher.call_all(calls, recipe_environment(recipe), launcher.timeout)
+    return {
+        rank: result.message.strip().splitlines()[-1] if result.failure is not None else result.value
+        for rank, result in zip(files, results, strict=True)
+    }
 
 
 def _call(measurement: Measurement, rank: int, file: Path) -> tuple[str, dict[str, Any]]:
@@ -176,7 +181,11 @@ def measurement_name(item: pytest.Item, measured: Sequence[Measured], one: Measu
 
 
 def _file_name(name: str, rank: int) -> str:
-    """Readable, on any file system, and no other's."""
+    return f"{unique_name(name)}-rank{rank}.pickle"
+
+
+def unique_name(name: str) -> str:
+    """Of a file or folder: readable, on any file system, and no other's."""
     readable = re.sub(r"[^A-Za-z0-9.=-]+", "_", name).strip("._-")[-_LONGEST_NAME:]
     digest = hashlib.sha256(name.encode(errors="surrogatepass")).hexdigest()[:8]
-    return f"{readable}-{digest}-rank{rank}.pickle"
+    return f"{readable}-{digest}"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
 import yaml  # noqa: F401 (loaded once: pytester forgets what it imports, PyYAML's C half does not)
 
-from pytest_mbmem.measure import host, launch
+from pytest_mbmem.measure import gpu_launch, host, launch
+from pytest_mbmem.measure.gpu_launch import GpuLauncher
 from pytest_mbmem.measure.host import HostLauncher
 from pytest_mbmem.measure.launch import Launcher
+from pytest_mbmem.measure.workers import CallResult
 from pytest_mbmem.recipe import Model, Parallelism, Recipe, Training
+from pytest_mbmem.virtual_gpu import build
 from pytest_mbmem.virtual_gpu.gpus import load_gpus
 
 pytest_plugins = ["pytester"]
@@ -22,6 +27,9 @@ hypothesis.settings.register_profile(
     "any-speed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
 hypothesis.settings.load_profile("any-speed")
+
+
+CACHE = build.default_cache().parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -79,6 +87,37 @@ def real_project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, lau
     monkeypatch.setattr(launch, "Launcher", shared)
     monkeypatch.setattr(launcher, "close", lambda: None)  # at the end of a session in there
     return pytester
+
+
+@pytest.fixture
+def gpu_project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> pytest.Pytester:
+    """A project whose tests run on GPUs that stand in for real ones, in forks of this session's own server.
+
+    `stand_ins(...)` says which GPUs there are; tests run with --mbmem-gpu.
+    """
+    _begin(pytester, monkeypatch)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))  # pytester has a home of its own, and the driver is not built anew
+    share_server(monkeypatch, launcher)
+    stand_ins(monkeypatch, gpu="l4-24gb", count=2, elapsed_ms=[500, 100])
+    return pytester
+
+
+def share_server(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
+    """Have every `GpuLauncher` and its twin make their calls in forks of the launcher's server."""
+
+    def answers(own: GpuLauncher, requests: Sequence[dict[str, Any]], jobs: int) -> list[CallResult]:
+        seen = {name: value for name, value in own.command_environment().items() if name.startswith("MBMEM_")}
+        requests = [{**request, "environment": {**seen, **request["environment"]}} for request in requests]
+        return launcher._answers(requests, jobs)
+
+    monkeypatch.setattr(GpuLauncher, "_answers", answers)
+    monkeypatch.setattr(gpu_launch, "Launcher", lambda gpu, *, timeout: launcher.on(gpu))
+    monkeypatch.setattr(launcher, "close", lambda: None)  # at the end of a session in there
+
+
+def stand_ins(monkeypatch: pytest.MonkeyPatch, **description: object) -> None:
+    """Describe the GPUs that stand in for real ones (see virtual_gpu/stand_in.py)."""
+    monkeypatch.setenv("MBMEM_TEST_STAND_INS", json.dumps(description))
 
 
 @pytest.fixture

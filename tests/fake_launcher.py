@@ -7,6 +7,9 @@ Each label of recompute_modules takes 16 MiB off rank 0 and adds 5% of the FLOPs
 adds 8 MiB, and "last" takes 8 MiB off rank 1 alone. Each label of offload_modules takes 8 MiB off rank 0, which move to
 the host and back. Every recipe that is measured is a line of the file that FAKE_LOG names.
 
+With FAKE_STEP_MS the device is a real GPU, and these are the milliseconds of rank 0's cold step and of its timed steps.
+Rank 1 takes half of them. FAKE_MODE is "solo" or "joint", and FAKE_MODEL_FLOPS are those of each rank.
+
 PyTorch reserves twice the peak if it can, and runs out of memory on a GPU that has less than 1.5 times the peak for it.
 """
 
@@ -40,7 +43,9 @@ class FakeLauncher:
 
     @property
     def device(self) -> Device:
-        return Device(key=f"virtual-{self.gpu.key}", name=self.gpu.name, capacity=self.gpu.capacity, virtual=True)
+        virtual = "FAKE_STEP_MS" not in os.environ
+        key = f"virtual-{self.gpu.key}" if virtual else self.gpu.key
+        return Device(key=key, name=self.gpu.name, capacity=self.gpu.capacity, virtual=virtual)
 
     def measure_many(self, recipes: Sequence[Recipe], *, ranks: Any = "distinct") -> list[Measurement]:
         return [self.measure(recipe, ranks=ranks) for recipe in recipes]
@@ -72,6 +77,7 @@ class FakeLauncher:
             failure = Failure("out of memory", 0, "CUDA out of memory. Tried to allocate 1.00 GiB.", 2, "backward")
         return Measurement(
             device=self.device,
+            mode=os.environ.get("FAKE_MODE", "solo"),
             ranks=(
                 _rank(0, peak - saved, self.gpu.usable, costs),
                 _rank(1, peak // 2 - 8 * MIB * ("last" in recompute), self.gpu.usable, costs),
@@ -93,6 +99,9 @@ class FakeLauncher:
 def _rank(number: int, peak: int, usable: int, costs: dict[str, Any]) -> RankMeasurement:
     reserved = min(2 * peak, usable)
     costs = {**costs, "allocation_retries": int(reserved < 2 * peak)}
+    if times := [float(time) / 1000 / (1 + number) for time in os.environ.get("FAKE_STEP_MS", "").split()]:
+        costs |= {"cold_step": times[0], "step_times": tuple(times[1:])}
+        costs["model_flops"] = int(float(os.environ["FAKE_MODEL_FLOPS"])) if "FAKE_MODEL_FLOPS" in os.environ else None
     figures: dict[Any, int] = {"allocated": peak, "reserved": reserved, "active": peak, "inactive_split": 0}
     phases = (PhaseFigures(0, "build", figures, figures), PhaseFigures(2, "backward", figures, figures))
     place = {"tp": 0, "pp": number}

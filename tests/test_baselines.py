@@ -122,7 +122,7 @@ def test_the_key_is_the_same_with_and_without_xdist_groups(nodeid: str, group: s
 
 def test_the_cases_of_a_parametrised_test_have_their_own_keys(folder: Path) -> None:
     apply_updates(folder, [record(1000, "test_y[tp1]"), record(2000, "test_y[tp2]")], "new")
-    assert {key: entry.figures["allocated"].peak for key, entry in stored(folder).items()} == {
+    assert {key: entry.figures["allocated"].value for key, entry in stored(folder).items()} == {
         "test_y[tp1]": 1000,
         "test_y[tp2]": 2000,
     }
@@ -243,7 +243,7 @@ def figure_values(draw: st.DrawFn) -> Figure:
     peak = max(ranks.values())
     updates = draw(st.integers(0, 99))
     return Figure(
-        peak=peak,
+        value=peak,
         rank=next(rank for rank, size in ranks.items() if size == peak),
         phase=draw(st.sampled_from(["build", "test", "step-1/forward", "steady/optimizer"])),
         ranks=ranks,
@@ -485,7 +485,7 @@ def test_any_mutation_of_a_file_is_a_consistent_file_or_refused(
     file = parse(text, Path("f"))
     for entry in file.entries.values():
         for figure in entry.figures.values():
-            assert max(figure.ranks.values()) == figure.ranks[figure.rank] == figure.peak > 0
+            assert max(figure.ranks.values()) == figure.ranks[figure.rank] == figure.value > 0
     assert parse(dump(file), Path("f")).entries == file.entries
 
 
@@ -537,7 +537,7 @@ def test_what_cannot_be_read_is_an_error_and_not_missing(folder: Path, kind: str
 
 def test_a_record_keeps_every_ranks_peak_and_the_worst() -> None:
     figure = Record.of(MODULE, KEY, ALLOCATED, measured(5, 9, 7)).figure
-    assert (figure.peak, figure.rank, figure.phase) == (9, 1, "step-2/backward")
+    assert (figure.value, figure.rank, figure.phase) == (9, 1, "step-2/backward")
     assert figure.ranks == {0: 5, 1: 9, 2: 7}
 
 
@@ -683,7 +683,7 @@ def test_each_mode_accepts_its_kinds_and_touches_nothing_else(started: Path, mod
     assert after.keys() == before.keys() | {"test_missing"}
     for key, entry in after.items():
         if key.removeprefix("test_") in kinds:
-            assert entry.figures["allocated"].peak == run[key].figure.peak
+            assert entry.figures["allocated"].value == run[key].figure.value
         else:
             assert entry == before[key]
 
@@ -699,7 +699,7 @@ def test_other_modules_and_metrics_stay(started: Path) -> None:
     apply_updates(started, [record(BASE + 500, "test_equal")], "changed", "why")
     after = snapshot(started)
     assert [path for path in after if after[path] != before[path]] == [str(file_of(started))]
-    assert stored(started)["test_equal"].figures["reserved"].peak == 500
+    assert stored(started)["test_equal"].figures["reserved"].value == 500
 
 
 @pytest.mark.parametrize("mode", ["new", "changed", "all"])
@@ -750,7 +750,7 @@ def test_even_a_rise_within_the_band_needs_a_reason(started: Path) -> None:
 
 def test_less_memory_and_a_new_recipe_need_none(started: Path) -> None:
     apply_updates(started, [new for new in next_run() if new.key != "test_worse"], "all")
-    assert stored(started)["test_better"].figures["allocated"].peak == BASE - 500
+    assert stored(started)["test_better"].figures["allocated"].value == BASE - 500
 
 
 def test_the_reason_is_kept_until_the_figure_changes(started: Path) -> None:
@@ -857,7 +857,7 @@ def test_lines_to_paste_have_no_split(folder: Path) -> None:
 @pytest.mark.parametrize("order", [1, -1])
 def test_of_several_runs_the_highest_peak_counts_whatever_the_order(folder: Path, order: int) -> None:
     apply_updates(folder, [record(n) for n in (5, 9, 7)][::order], "new")
-    assert stored(folder)[KEY].figures["allocated"].peak == 9
+    assert stored(folder)[KEY].figures["allocated"].value == 9
 
 
 def test_two_recipes_under_one_key_are_refused(folder: Path) -> None:
@@ -961,7 +961,7 @@ def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(folder: Path) -
             assert writer.stdout.readline() == "ready\n"
             time.sleep(chance.uniform(0, 0.05))
             writer.send_signal(signal.SIGKILL)
-        peaks = {entry.figures["allocated"].peak for entry in stored(folder).values()}
+        peaks = {entry.figures["allocated"].value for entry in stored(folder).values()}
         assert len(stored(folder)) == 20
         assert peaks in ({1000}, {2000})
     apply_updates(folder, [record(3000, "test_0")], "all", "why")
@@ -997,7 +997,7 @@ while status == signal.SIGKILL:
         apply_updates(folder, records, "all", "why")
         os._exit(0)
     status = os.waitpid(child, 0)[1]
-    print(sorted({entry.figures["allocated"].peak for entry in read(path).entries.values()}))
+    print(sorted({entry.figures["allocated"].value for entry in read(path).entries.values()}))
     path.write_bytes(old)
     line += 1
 """

@@ -74,7 +74,7 @@ def baseline(
 ) -> Entry:
     figure = Figure(
         **{
-            "peak": peak,
+            "value": peak,
             "rank": 0,
             "phase": "step-2/backward",
             "ranks": {0: peak},

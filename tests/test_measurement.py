@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,10 @@ ranks = st.builds(
     largest_allocation=sizes,
     flops_per_step=st.none() | sizes,
     collective_bytes=st.dictionaries(st.text(), sizes, max_size=3),
+    device_used=st.none() | sizes,
+    cold_step=st.none() | st.floats(0, 1e6),
+    step_times=st.lists(st.floats(0, 1e6), max_size=3).map(tuple),
+    losses=st.lists(st.none() | st.floats(0, 1e6), max_size=3).map(tuple),
 )
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -76,6 +81,7 @@ measurements = st.builds(
     environment=st.dictionaries(st.text(), st.text(), max_size=3),
     assumptions=st.lists(st.text(), max_size=3).map(tuple),
     failure=st.none() | failures,
+    mode=st.sampled_from(["solo", "joint"]),
 )
 
 COMPLETE = Measurement(
@@ -93,8 +99,9 @@ COMPLETE = Measurement(
 # JSON -----------------------------------------------------------------------------------------------------------------
 
 
-@given(measurements)
-def test_json_gives_back_what_was_written(measurement: Measurement) -> None:
+@given(measurements, st.none() | measurements)
+def test_json_gives_back_what_was_written(measurement: Measurement, twin: Measurement | None) -> None:
+    measurement = replace(measurement, twin=twin)
     assert Measurement.from_json(json.loads(json.dumps(measurement.to_json()))) == measurement
 
 
@@ -122,7 +129,8 @@ def test_a_wrong_value_anywhere_is_refused_with_its_place(path: tuple[Any, ...],
     holder = data
     for key in way:
         holder = holder[key]
-    holder[last] = wrong
+    right = (last == "cold_step" and wrong == 1.5) or (last == "losses" and wrong == [None])
+    holder[last] = "text" if right else wrong
     with pytest.raises(UserError, match=r"^m\.json"):
         Measurement.from_json(data, "m.json")
 

@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pytest_mbmem.errors import UserError
-from pytest_mbmem.units import format_bytes, format_fraction, parse_bytes, parse_fraction
+from pytest_mbmem.units import (
+    Rate,
+    format_bytes,
+    format_flops,
+    format_fraction,
+    format_seconds,
+    parse_bytes,
+    parse_fraction,
+    parse_rate,
+)
 
 
 @pytest.mark.parametrize(
@@ -155,3 +164,78 @@ def test_fractions_are_printed_as_percentages(value: float, signed: bool, expect
 def test_any_value_is_read_or_refused_with_a_user_error(parse: Callable[[object, str], float], value: object) -> None:
     with contextlib.suppress(UserError):
         assert parse(value, "test") >= 0
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("400 TFLOP/s", Rate(4e14, "FLOP/s")),
+        (" 1.5PFLOP/s ", Rate(1.5e15, "FLOP/s")),
+        ("0.5 GFLOP/s", Rate(5e8, "FLOP/s")),
+        ("2 MFLOP/s", Rate(2e6, "FLOP/s")),
+        ("3105.5 tokens/s", Rate(3105.5, "tokens/s")),
+        ("3.1 k tokens/s", Rate(3100.0, "tokens/s")),
+    ],
+)
+def test_rates_are_read(text: str, rate: Rate) -> None:
+    assert parse_rate(text, "minimum") == rate
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(400, 4e14, None, True, "", "400", "400 TFLOPS", "400 TFLOP", "400 tflop/s", "400 FLOP/s", "-1 tokens/s"),
+        *("0 tokens/s", "0.0 TFLOP/s", "1e3 tokens/s", "3K tokens/s", "3 k  tokens/s", "nan TFLOP/s", "4 GiB/s"),
+        *(f"{'9' * 400} tokens/s", f"0.{'0' * 400}1 tokens/s"),  # more and less than any that a float holds
+    ],
+)
+def test_what_is_no_rate_is_refused(value: object) -> None:
+    with pytest.raises(UserError) as raised:
+        parse_rate(value, "minimum")
+    assert str(raised.value) == (
+        f"minimum: {value!r} is not a rate; write a number above 0 with one of the units MFLOP/s, GFLOP/s, TFLOP/s, "
+        "PFLOP/s, tokens/s, k tokens/s"
+    )
+
+
+@given(st.floats(0.01, 1e21), st.sampled_from(["FLOP/s", "tokens/s"]))
+def test_what_a_rate_prints_can_be_written(amount: float, unit: str) -> None:
+    rate = Rate(amount, unit)  # type: ignore[arg-type]
+    if not str(rate).startswith("0.00"):
+        assert parse_rate(str(rate), "t").amount == pytest.approx(amount, rel=0.51)  # 0.01 of the smallest unit
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"),
+    [
+        (Rate(4.123e14, "FLOP/s"), "412.30 TFLOP/s"),
+        (Rate(999_994_999_999, "FLOP/s"), "999.99 GFLOP/s"),
+        (Rate(999_995_000_001, "FLOP/s"), "1.00 TFLOP/s"),
+        (Rate(996, "tokens/s"), "996.00 tokens/s"),
+        (Rate(12, "FLOP/s"), "0.00 MFLOP/s"),
+        (Rate(780.4878, "tokens/s"), "780.49 tokens/s"),
+        (Rate(3105, "tokens/s"), "3.10 k tokens/s"),
+    ],
+)
+def test_rates_are_printed_in_the_largest_unit_that_they_fill(rate: Rate, text: str) -> None:
+    assert str(rate) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (2.5, "2.50 s"),
+        (0.996, "996.00 ms"),
+        (0.999996, "1.00 s"),
+        (0.0412, "41.20 ms"),
+        (8e-6, "8.00 us"),
+        (0.0, "0.00 us"),
+    ],
+)
+def test_times_are_printed_in_the_largest_unit_that_they_fill(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(("flops", "text"), [(0, "0.00 FLOP"), (999_999, "1.00 MFLOP"), (1_234_000, "1.23 MFLOP")])
+def test_flops_are_printed_with_decimal_prefixes(flops: int, text: str) -> None:
+    assert format_flops(flops) == text

@@ -344,6 +344,7 @@ class HostLauncher(Workers):
             notes=(NOT_GATED, _how(recipe, small)),
             failure=failure or next(_wrong_steps(steps), None),
             steps=steps,
+            logs={"worker": result["output"]},
         )
 
     def parity(
@@ -389,9 +390,10 @@ class HostLauncher(Workers):
         environment = launch.recipe_environment(small)
         result: CallResult = self.call(target, {**arguments, "timeout": limit}, environment=environment)
         if result.failure is None:
-            return dict(result.value)
+            return {**result.value, "output": result.output}
         message = f"{result.message}\n{result.output[-4000:]}".strip()
-        return {"steps": [], "rows": [], "failure": {"run": "", "kind": result.failure, "rank": 0, "message": message}}
+        failure = {"run": "", "kind": result.failure, "rank": 0, "message": message}
+        return {"steps": [], "rows": [], "failure": failure, "output": result.output}
 
 
 def _wrong_steps(steps: Sequence[HostStep]) -> Iterator[Failure]:

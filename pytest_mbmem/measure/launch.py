@@ -155,7 +155,7 @@ class Launcher(Workers):
         assumptions: list[str] = []
         for rank, result in zip(chosen, measured, strict=True):
             if result.failure is not None:
-                failures.append(_failure(result, rank.rank))
+                failures.append(failure_of(result, rank.rank))
                 continue
             fields = result.value["rank"]
             assumptions += result.value["assumptions"]
@@ -165,13 +165,13 @@ class Launcher(Workers):
                 continue
             counts = counted.get(rank.work, CallResult(value={}))
             if counts.failure is not None:
-                failures.append(_failure(counts, rank.rank, "while counting FLOPs: "))
+                failures.append(failure_of(counts, rank.rank, "while counting FLOPs: "))
             else:
                 fields.update(counts.value)
             fields["outside"] = outside.estimate(self.gpu, (counts.value or {}).get("collective_bytes"))
             ranks.append(RankMeasurement.from_json(fields))
         for name, probed in without.items():
-            failures += [_failure(c, r, f"without {name}: ") for r, c in probed.items() if c.failure is not None]
+            failures += [failure_of(c, r, f"without {name}: ") for r, c in probed.items() if c.failure is not None]
         if check_effects and not failures and (without_effect := adapters.regather_failure(ranks)):
             failures.append(without_effect)
         if not failures:
@@ -186,6 +186,7 @@ class Launcher(Workers):
             assumptions=tuple(dict.fromkeys([*assumptions, *([outside.assumption(self.gpu)] if ranks else [])])),
             notes=adapters.adapter_notes(ranks),
             failure=failures[0] if failures else None,
+            logs=_logs(chosen, measured, counted, without),
         )
 
 
@@ -224,7 +225,21 @@ def allocator_environment(alloc_conf: str) -> dict[str, str]:
     return {name: alloc_conf for name in _ALLOCATOR_VARIABLES if alloc_conf}
 
 
-def _failure(result: CallResult, rank: int, doing: str = "") -> Failure:
+def _logs(
+    chosen: Sequence[Rank],
+    measured: Sequence[CallResult],
+    counted: Mapping[Work, CallResult],
+    without: Mapping[str, Mapping[int, CallResult]],
+) -> dict[str, str]:
+    logs = {f"rank{rank.rank}": result.output for rank, result in zip(chosen, measured, strict=True)}
+    first = {rank.work: rank.rank for rank in reversed(chosen)}
+    logs |= {f"rank{first[work]}-counting": result.output for work, result in counted.items()}
+    logs |= {f"rank{rank}-without-{name}": r.output for name, probed in without.items() for rank, r in probed.items()}
+    return logs
+
+
+def failure_of(result: CallResult, rank: int, doing: str = "") -> Failure:
+    """Of a call that did not come to its end."""
     assert result.failure is not None
     return Failure(result.failure, rank, f"{doing}{result.message}\n{result.output[-4000:]}".strip())
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import os
@@ -18,6 +19,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -25,6 +27,14 @@ from typing import Any, NoReturn
 
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
+
+LOST_PEER = 75
+"""Exit code of a worker that ends because another rank of its job has failed."""
+
+_TELL = signal.SIGUSR1
+"""Has a worker that is out of time print where it is."""
+
+_TELLING = 0.2  # seconds for that
 
 _MOST_OUTPUT = 1_000_000  # bytes of a worker's output that are kept, from its end
 
@@ -36,6 +46,7 @@ class _Child:
     pidfd: int  # readable when the process has ended
     folder: Path  # "output" and, from a worker that came to its end, "result"
     deadline: float
+    lost_peer: bool = False  # another call of its group failed, for which it has a little time left
 
 
 def _run(request: dict[str, Any], folder: Path) -> NoReturn:
@@ -46,6 +57,7 @@ def _run(request: dict[str, Any], folder: Path) -> NoReturn:
     with (folder / "output").open("wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
+    faulthandler.register(_TELL, all_threads=True)
     try:
         os.environ.update(request["environment"])
         if request["cwd"]:
@@ -75,6 +87,10 @@ def _finish(child: _Child) -> dict[str, Any]:
     """The answer to the child's request; its whole process group is gone afterwards."""
     answer: dict[str, Any] = {"value": None, "failure": None, "message": "", "output": ""}
     in_time = bool(wait([child.pidfd], 0))
+    if not in_time:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, _TELL)
+        wait([child.pidfd], _TELLING)  # it does not end by this
     _kill_group(child.pid)
     status = os.waitpid(child.pid, 0)[1]
     os.close(child.pidfd)
@@ -85,8 +101,13 @@ def _finish(child: _Child) -> dict[str, Any]:
             answer["value"] = received["value"]
         else:
             answer.update(failure="error", message=received["error"])
+    elif in_time and status == LOST_PEER << 8:
+        answer.update(failure="lost peer", message="another rank of the job had failed")
     elif in_time:
         answer.update(failure="died", message=_how_it_died(status))
+    elif child.lost_peer:
+        grace = child.request["grace"]
+        answer.update(failure="lost peer", message=f"no result within {grace:g} s after another rank had failed")
     else:
         answer.update(failure="timeout", message=f"no result within {child.request['timeout']:g} s")
     with contextlib.suppress(FileNotFoundError), (child.folder / "output").open("rb") as stream:
@@ -94,6 +115,15 @@ def _finish(child: _Child) -> dict[str, Any]:
         answer["output"] = stream.read().decode(errors="replace")
     shutil.rmtree(child.folder, ignore_errors=True)
     return answer
+
+
+def _hurry_peers(failed: _Child, others: Iterable[_Child]) -> None:
+    """Without the one that failed, those of its group may wait for ever."""
+    group = failed.request.get("group")
+    for child in others:
+        if group is not None and child.request.get("group") == group and not child.lost_peer:
+            child.lost_peer = True
+            child.deadline = min(child.deadline, time.monotonic() + child.request["grace"])
 
 
 def _kill_group(pid: int) -> None:
@@ -125,7 +155,11 @@ def serve(connection: Connection) -> None:
             for pidfd, child in list(children.items()):
                 if pidfd in ready or time.monotonic() >= child.deadline:
                     del children[pidfd]
-                    connection.send({"id": child.request["id"], **_finish(child)})
+                    answer = _finish(child)
+                    value = answer["value"]
+                    if answer["failure"] is not None or (isinstance(value, dict) and value.get("failure") is not None):
+                        _hurry_peers(child, children.values())
+                    connection.send({"id": child.request["id"], **answer})
     except (EOFError, BrokenPipeError, ConnectionResetError):
         pass
     finally:

@@ -13,14 +13,15 @@ import torch
 
 from ..errors import Refused, UserError
 from ..measurement import Adapter, Failure, RankMeasurement
-from ..megatron import lora, offload, stand_ins, te_equivalents
+from ..megatron import joint, lora, offload, stand_ins, te_equivalents
 from ..megatron.model import LiveModel, live_model
 from ..recipe import Recipe
 from ..virtual_gpu import routing
 from ..virtual_gpu.counters import driver_is_loaded
-from . import allocator, effects
+from . import allocator, effects, peers
 from .counting import counting
 from .history import PhaseRecorder, bytes_moved
+from .on_gpu import Disturbed, OnGpu
 from .oom_worker import Observer
 from .recording import MAX_EVENTS, Recording, can_record
 from .retention import trace_model
@@ -34,8 +35,12 @@ def measure_rank(
     stands_for: int,
     record: bool = True,
     snapshot: str | None = None,
+    real: dict[str, Any] | None = None,
+    job: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Build rank `rank` and train the recipe's steps: a `RankMeasurement`, a `Failure` or None, and assumptions.
+
+    `real`: arguments of `OnGpu`, for a real GPU. `job`: where the other ranks are (see `peers.join`); None: alone.
 
     With `record`, the allocator's history tells what the peaks are made of. It is left in the file `snapshot`, in
     PyTorch's format; raises `OSError` if it cannot be written.
@@ -50,10 +55,14 @@ def measure_rank(
     believed: tuple[str, ...] = ()
     recording = None
     observer = Observer()
+    on_gpu = OnGpu.of(real) if real is not None else None
+    step_times: tuple[float, ...] = ()
 
     def begin(step: int, phase: str) -> None:
         if recording is not None:
             recording.begin(step, phase)
+        if on_gpu is not None:
+            on_gpu.begin(step, phase)
         recorder.begin(step, phase)
 
     try:
@@ -65,18 +74,23 @@ def measure_rank(
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         begin(0, "build")
         with refusals():
-            model = live_model(parsed, rank, virtual=driver_is_loaded())
+            model = live_model(parsed, rank, virtual=driver_is_loaded(), initialize=peers.join(job))
             allocator.check_settings(settings)
             adapters = lora.adapters(model.chunks, parsed.lora) if parsed.lora else ()
             for _ in range(parsed.training.steps):
                 before = bytes_moved()
-                model.step(begin)
+                if on_gpu is None:
+                    model.step(begin)
+                else:
+                    on_gpu.step(model, begin)
                 moved.append({way: count - before[way] for way, count in bytes_moved().items()})
     except torch.OutOfMemoryError as error:
         step, phase = recorder.current or (None, None)
         failure = Failure("out of memory", rank, str(error), step, phase, observer.shortage)
     except Refused as error:
         return {"rank": None, "failure": dataclasses.asdict(Failure("refused", rank, str(error))), "assumptions": ()}
+    except Disturbed as error:
+        failure = Failure("disturbed", rank, str(error), *(recorder.current or (None, None)))
     recorder.end()
     figures = {**recorder.results(), "adapters": adapters}
     if recording is not None:
@@ -85,13 +99,22 @@ def measure_rank(
         figures["largest_allocation"], figures["largest_owner"] = history.largest
     if snapshot is not None:
         write_snapshot(recording.snapshot if recording is not None else torch.cuda.memory._snapshot(), Path(snapshot))
+    if on_gpu is not None:
+        if failure is None:
+            try:
+                step_times = on_gpu.time_steps(model)
+            except Disturbed as error:
+                failure = Failure("disturbed", rank, str(error))
+        figures |= {**on_gpu.fields(), "step_times": step_times}
+    if job is not None and failure is None:
+        joint.leave()
     if moved:
         figures |= {"moved_bytes": moved[-1], "moved_in_step_1": moved[0].get("to host")}
     result = RankMeasurement(rank=rank, coordinates=coordinates, stands_for=stands_for, **figures)
     return {
         "rank": dataclasses.asdict(result),
         "failure": failure and dataclasses.asdict(failure),
-        "assumptions": (*assumptions(parsed), *believed),
+        "assumptions": (*assumptions(parsed), *believed, *(on_gpu.assumptions if on_gpu is not None else ())),
     }
 
 

@@ -39,6 +39,7 @@ class CallResult:
     failure: FailureKind | None = None
     message: str = ""
     output: str = ""
+    order: int = 0  # in which it ended among those that were made with it
 
 
 class Workers:
@@ -56,7 +57,7 @@ class Workers:
         self._server: subprocess.Popen[bytes] | None = None
         self._connection: Connection | None = None
         self._log: Any = None
-        self._next_id = 0
+        self._next_id = self._next_group = 0
 
     def command_environment(self) -> dict[str, str]:
         """The environment of a worker process."""
@@ -109,38 +110,48 @@ class Workers:
         cwd: Path | None = None,
     ) -> list[CallResult]:
         """Results in the order of the calls, at most `jobs` of which run at a time."""
+        common = {"environment": dict(environment), "timeout": timeout, "cwd": cwd and str(cwd)}
+        return self._answers([{"target": t, "arguments": dict(a), **common} for t, a in calls], self.jobs)
+
+    def call_together(
+        self,
+        calls: Sequence[tuple[str, Mapping[str, Any], Mapping[str, str]]],
+        timeout: float,
+        grace: float,
+    ) -> list[CallResult]:
+        """Make calls that need each other, each with an environment of its own, all at the same time.
+
+        When one fails, those that have not ended `grace` seconds later are ended ("lost peer").
+        """
+        self._next_group += 1
+        common = {"timeout": timeout, "cwd": None, "group": self._next_group, "grace": grace}
+        requests = [{"target": t, "arguments": dict(a), "environment": dict(e), **common} for t, a, e in calls]
+        return self._answers(requests, len(requests))
+
+    def _answers(self, requests: Sequence[dict[str, Any]], jobs: int) -> list[CallResult]:
         connection = self._connect()
-        waiting = list(enumerate(calls))
+        waiting = list(enumerate(requests))
         running: dict[int, int] = {}  # the request's number -> the call's index
         results: dict[int, CallResult] = {}
         try:
             while waiting or running:
-                while waiting and len(running) < self.jobs:
-                    index, (target, arguments) = waiting.pop(0)
+                while waiting and len(running) < jobs:
+                    index, request = waiting.pop(0)
                     self._next_id += 1
                     running[self._next_id] = index
-                    connection.send(
-                        {
-                            "id": self._next_id,
-                            "target": target,
-                            "arguments": dict(arguments),
-                            "environment": dict(environment),
-                            "timeout": timeout,
-                            "cwd": cwd and str(cwd),
-                        }
-                    )
+                    connection.send({"id": self._next_id, **request})
                 answer = connection.recv()
                 index = running.pop(answer.pop("id"))
-                results[index] = CallResult(**answer)
+                results[index] = CallResult(**answer, order=len(results))
         except (EOFError, OSError):
             log = self._server_log()
             self.close()
             lost = CallResult(failure="died", message=f"the fork server ended unexpectedly\n{log}".strip())
-            return [results.get(i, lost) for i in range(len(calls))]
+            return [results.get(i, lost) for i in range(len(requests))]
         except BaseException:  # an interrupt leaves answers underway: the next call starts afresh
             self.close()
             raise
-        return [results[i] for i in range(len(calls))]
+        return [results[i] for i in range(len(requests))]
 
     def _connect(self) -> Connection:
         if self._connection is not None:

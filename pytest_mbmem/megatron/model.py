@@ -44,7 +44,8 @@ class LiveModel:
 
     `chunks` are the model chunks of this rank's pipeline stage in their DistributedDataParallel wrappers, first chunk
     first; `optimizer` is Megatron's mixed-precision optimizer over them. `load` gives the next microbatch of a chunk;
-    None: one without values, for devices that compute nothing with it.
+    None: one without values, for devices that compute nothing with it. `on_losses` is called before the optimizer's
+    part with what Megatron's loss function reports: one mapping a microbatch (none on other stages than the last).
     """
 
     recipe: Recipe
@@ -53,6 +54,7 @@ class LiveModel:
     optimizer: MegatronOptimizer
     steps_done: int = 0
     load: Callable[[Recipe, DistributedDataParallel], Batch] | None = None
+    on_losses: Callable[[list[dict[str, torch.Tensor]]], None] | None = None
 
     def step(self, on_phase: OnPhase = _ignore_phase) -> tuple[bool, float | None, int | None]:
         """One training step over the recipe's microbatches through Megatron's own schedule.
@@ -68,7 +70,7 @@ class LiveModel:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            get_forward_backward_func()(
+            reduced = get_forward_backward_func()(
                 forward_step_func=partial(_forward_step, self.recipe, self.load or _batch),
                 data_iterator=[None] * len(self.chunks) if len(self.chunks) > 1 else None,
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -77,6 +79,9 @@ class LiveModel:
                 micro_batch_size=training.micro_batch_size,
                 forward_only=False,
             )
+            if self.on_losses is not None:
+                self.on_losses(reduced)
+            del reduced
             on_phase(self.steps_done, "optimizer")
             return self.optimizer.step()  # type: ignore[no-any-return]
 

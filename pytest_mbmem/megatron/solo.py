@@ -33,10 +33,17 @@ def _same_object_from_all(object_list: list[object], obj: object, *_: object, **
     object_list[:] = [obj] * len(object_list)
 
 
+def answer_gathered_objects() -> None:
+    """Where collectives bring nothing, there would be no gathered objects: the ranks gather equal ones (torch 2.11+).
+
+    Megatron gathers the names of parameter groups when it builds an optimizer.
+    """
+    dist.all_gather_object = _same_object_from_all  # type: ignore[assignment]
+
+
 def initialize(recipe: Recipe, rank: int) -> None:
     """Make this process rank `rank` of the recipe's job and set Megatron's parallel state up for it."""
-    # The fake group leaves gathered objects untouched; the ranks of a job gather equal ones here (torch 2.11+).
-    dist.all_gather_object = _same_object_from_all  # type: ignore[assignment]
+    answer_gathered_objects()
     # Megatron lists every group of the job; a solo rank needs its own, or 100,000 ranks cost minutes (core 0.16).
     parallel_state.RankGenerator.get_ranks = _own_rank_group
     dist.init_process_group("fake", rank=rank, world_size=recipe.world_size, store=FakeStore())

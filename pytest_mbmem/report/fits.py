@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from .. import alloc_conf, outside
 from ..fits import FitJudgement
@@ -11,7 +11,7 @@ from ..measurement import Measurement
 from ..units import format_bytes, format_fraction
 from .oom import message_lines
 from .results import Measured
-from .text import exactly
+from .text import aligned, exactly
 
 _EXPANDABLE = 'memory.alloc_conf "expandable_segments:True" lets free pieces join'
 
@@ -19,7 +19,7 @@ _EXPANDABLE = 'memory.alloc_conf "expandable_segments:True" lets free pieces joi
 def fit_failure_text(measured: Measured, judgement: FitJudgement) -> str:
     """Why the recipe does not train on that GPU, and what to do."""
     facts = list(_fit_facts(measured, judgement))
-    lines = [_fit_headline(measured, judgement), "", *_aligned(facts)]
+    lines = [_fit_headline(measured, judgement), "", *aligned(facts)]
     failure = judgement.failure
     if failure is not None:
         lines += ["", *message_lines(failure)]
@@ -88,7 +88,7 @@ def fragmentation_failure_text(measured: Measured, judgement: FragmentationJudge
     if judgement.phase is not None:
         facts.append(("phase", judgement.phase))
     facts.append(("device", f"{device.key}, capacity {format_bytes(device.capacity)}"))
-    lines = [headline, "", *_aligned(facts)]
+    lines = [headline, "", *aligned(facts)]
     failure = measured.measurement.failure
     if failure is not None:
         lines += ["", *message_lines(failure)]
@@ -108,8 +108,3 @@ def _advice(measurement: Measurement) -> Iterator[str]:
     settings = "garbage_collection_threshold:0.8,per_process_memory_fraction:0.95"
     yield f'  - memory.alloc_conf "{settings}" frees cached segments early'
     yield "  - torch.cuda.empty_cache() between phases of the training loop gives whole segments back"
-
-
-def _aligned(facts: Sequence[tuple[str, str]]) -> list[str]:
-    width = max(len(name) for name, _ in facts)
-    return [f"  {name:<{width}}  {value}" for name, value in facts]

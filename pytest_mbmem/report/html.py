@@ -13,11 +13,12 @@ from .. import outside
 from ..compare import Comparison
 from ..fits import FitJudgement
 from ..fragmentation import FragmentationJudgement
-from ..gates import GATED_METRICS, GatedMetric
+from ..gates import GATED_METRICS, GatedMetric, Judgement
 from ..growth import GrowthSummary
 from ..measurement import Measurement, PhaseFigures, RankMeasurement
 from ..savings import SavingJudgement
 from ..sweep import Sweep
+from ..throughput import ThroughputJudgement
 from ..units import format_bytes
 from .comparisons import sweep_cells, sweep_notes
 from .oom import message_lines
@@ -36,6 +37,8 @@ from .rows import (
     worst_of,
 )
 from .splits import judged_lines, saved_lines
+from .throughput import loss_lines, time_lines
+from .twins import TITLE, twin_cells, twin_notes
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 
@@ -97,7 +100,7 @@ def _table_row(number: int, row: Row) -> str:
 
 
 def _badge(verdict: str) -> str:
-    kind = "none" if verdict == NOTHING else "good" if verdict in _GOOD else "bad"
+    kind = "none" if verdict in (NOTHING, "not gated") else "good" if verdict in _GOOD else "bad"
     return f'<span class="badge {kind}">{escape(verdict)}</span>'
 
 
@@ -120,17 +123,31 @@ def _measured(test: TestResult, measured: Measured) -> str:
     measurement = measured.measurement
     parts = [f"<h3>{escape(label_of(test.id, measured))}</h3>"] if measured.name else []
     parts += [_judged(measured, judged) for judged in measured.judged]
+    parts += map(_of_steps, measured.throughputs)
     parts += [_saving(saving) for saving in measured.savings]
     parts += map(_stated, measured.stated)
     if measurement.notes and not measured.is_judged:  # verdicts have these notes too
         parts.append(_list(measurement.notes))
     if measurement.failure is not None:
         parts.append(_preformatted(message_lines(measurement.failure, whole=True)))
+    times = () if measured.throughputs else time_lines(measurement)
+    parts.append(_list((*times, *loss_lines(measurement))))
     worst = worst_of(measurement)
     if worst is not None:
         parts += [_rank_bars(measured), _phase_bars(measured, worst), _rank_table(measurement)]
+    parts.append(_twin(measurement))
     parts.append(_details("Recipe, environment and assumptions", _background(measurement)))
     return "".join(parts)
+
+
+def _twin(measurement: Measurement) -> str:
+    """The same recipe on a real and a virtual GPU."""
+    if measurement.twin is None:
+        return ""
+    head, *rows = twin_cells(measurement) or [[]]
+    shown = _cells(head, rows) if rows else ""
+    title = f"{TITLE[0].upper()}{TITLE[1:]} ({measurement.twin.device.key})"
+    return f"<h3>{escape(title)}</h3>{shown}{_list(twin_notes(measurement))}"
 
 
 def _list(texts: Iterable[str]) -> str:
@@ -138,7 +155,13 @@ def _list(texts: Iterable[str]) -> str:
     return f"<ul>{items}</ul>" if items else ""
 
 
-def _judged(measured: Measured, judged: Judged) -> str:
+def _of_steps(judged: Judged[ThroughputJudgement]) -> str:
+    judgement = judged.judgement
+    unsaid = judgement.notes if judgement.shown is not None else judgement.notes[1:]  # explain() has the first one then
+    return f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>{_list(unsaid)}"
+
+
+def _judged(measured: Measured, judged: Judged[Judgement]) -> str:
     judgement = judged.judgement
     unsaid = judgement.notes if judgement.measured is not None else ()  # explain() says why nothing was measured
     held = () if judgement.passed else judged_lines(measured, judgement)

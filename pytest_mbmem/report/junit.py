@@ -6,7 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..compare import Comparison, Costs
+from ..gates import Judgement
+from ..measurement import Measurement
 from ..sweep import Sweep
+from ..throughput import Throughput
 from .results import Judged, Measured
 
 
@@ -16,7 +19,8 @@ def properties(measured: Sequence[Measured], sweeps: Sequence[Sweep] = ()) -> li
     Behind a name stand the gate, except for the plain one of the whole run's peak allocated, and the measurement's
     name, if it has one: "mbmem_verdict@reserved[control]". Figures of a memory_saving marker begin with "saving_", with
     a number if there are several of the same figure; those of a sweep's rows end with the row's name. Figures of a fits
-    marker begin with "fits_", with the GPU behind them.
+    marker begin with "fits_", with the GPU behind them. Figures of a throughput marker begin with "throughput_", with
+    what is judged behind them.
     """
     found = [(f"{name}[{m.name}]" if m.name else name, value) for m in measured for name, value in _figures(m)]
     for number, sweep in enumerate(sweeps, 1):
@@ -45,6 +49,7 @@ def _figures(measured: Measured) -> Iterator[tuple[str, object]]:
         yield "host_peak_bytes", costs.host_peak
         for way, size in costs.moved_bytes.items():
             yield f"moved_{_name(way)}_bytes", size
+        yield from _times(measurement)
     if measurement.steps:
         yield "losses", " ".join("nan" if step.loss is None else f"{step.loss:.6g}" for step in measurement.steps)
     for judged in measured.judged:
@@ -68,6 +73,13 @@ def _figures(measured: Measured) -> Iterator[tuple[str, object]]:
         yield f"fragmentation_verdict{gate}", fragmentation.verdict
         yield f"fragmentation{gate}", fragmentation.fraction
         yield f"fragmentation_bytes{gate}", fragmentation.unused
+
+    for steps in (judged.judgement for judged in measured.throughputs):
+        gate = f"@{steps.metric_id if steps.against_minimum is None else steps.gate.judges}"
+        yield f"throughput_verdict{gate}", steps.verdict
+        if steps.throughput is None:
+            yield f"throughput_measured{gate}", steps.measured
+            yield f"throughput_baseline{gate}", steps.reference
 
 
 def _compared(comparison: Comparison | None, verdict: str) -> Iterator[tuple[str, object]]:
@@ -95,11 +107,22 @@ def _compared(comparison: Comparison | None, verdict: str) -> Iterator[tuple[str
                 yield f"{side}segments", figures.segments
 
 
+def _times(measurement: Measurement) -> Iterator[tuple[str, object]]:
+    throughput = Throughput.of(measurement)
+    if throughput is not None:
+        yield "step_seconds", throughput.step / 1e9
+        yield "step_spread_seconds", throughput.spread / 1e9
+        yield "cold_step_seconds", None if throughput.cold is None else throughput.cold / 1e9
+        tokens, flops = throughput.rate("tokens/s"), throughput.rate("FLOP/s")
+        yield "tokens_per_second_per_gpu", None if tokens is None else tokens.amount
+        yield "model_flops_per_second_per_gpu", None if flops is None else flops.amount
+
+
 def _name(name: str) -> str:
     return name.replace(" ", "_")
 
 
-def _verdict(judged: Judged) -> Iterator[tuple[str, object]]:
+def _verdict(judged: Judged[Judgement]) -> Iterator[tuple[str, object]]:
     judgement = judged.judgement
     metric = judgement.gate.metric_id
     gate = "" if metric == "allocated" else f"@{metric}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ..errors import UserError
+from ..errors import TOO_FEW_GPUS, UserError
 from ..files import write_report
 from ..growth import GrowthSummary
 from ..sweep import Sweep
@@ -30,9 +30,12 @@ class Reporter:
         self._orphans: list[Orphan] = []
         self._problems: list[str] = []
         self._written: list[str] = []
+        self._lacked_gpus = 0  # tests that were skipped for it
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what the test measured. A test that is run again replaces its first run."""
+        if report.skipped and TOO_FEW_GPUS in report.longreprtext:
+            self._lacked_gpus += 1
         data: dict[str, Any] | None = getattr(report, "mbmem", None)
         if data is None:
             return
@@ -128,6 +131,9 @@ class Reporter:
         yield from terminal.summary_lines(self._results, width)
         yield from terminal.changes_lines(self._changes)
         yield from terminal.orphan_lines(self._orphans)
+        if self._lacked_gpus:
+            tests = "1 test was" if self._lacked_gpus == 1 else f"{self._lacked_gpus} tests were"
+            yield f"{tests} skipped: {TOO_FEW_GPUS}; --mbmem-require-gpus makes that a failure"
         yield from self._written
 
 

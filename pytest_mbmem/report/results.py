@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
 
 from ..errors import UserError
 from ..fits import FitJudgement
@@ -18,16 +18,20 @@ from ..growth import GrowthSummary
 from ..measurement import Measurement, RankMeasurement, read_plain
 from ..savings import SavingJudgement
 from ..sweep import Sweep
+from ..throughput import ThroughputJudgement
 
 SCHEMA = 1
 """Version of the file that --mbmem-json writes; a file with another one is refused."""
 
 
-@dataclass
-class Judged:
-    """A verdict, and whether --mbmem-update accepts what it is about."""
+J = TypeVar("J", Judgement, ThroughputJudgement)
 
-    judgement: Judgement
+
+@dataclass
+class Judged(Generic[J]):
+    """A verdict against a bound or a baseline, and whether --mbmem-update accepts what it is about."""
+
+    judgement: J
     accepted: bool = False
 
     @property
@@ -47,10 +51,11 @@ class Judged:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any], source: str) -> Judged:
-        """Read what `to_json` wrote."""
-        fields = {f.name: data[f.name] for f in dataclasses.fields(Judgement) if f.name in data}
-        return cls(read_plain(Judgement, fields, source), read_plain(bool, data["accepted"], f"{source}: accepted"))
+    def from_json(cls, kind: type[J], data: Mapping[str, Any], source: str) -> Judged[J]:
+        """Read what `to_json` wrote of a judgement of this kind."""
+        fields = {f.name: data[f.name] for f in dataclasses.fields(kind) if f.name in data}
+        judgement = cast(J, read_plain(kind, fields, source))
+        return Judged(judgement, read_plain(bool, data["accepted"], f"{source}: accepted"))
 
 
 @dataclass
@@ -60,16 +65,17 @@ class Measured:
     key: str  # as in the baseline file: the node id without its module, with "@name" behind it
     name: str | None
     measurement: Measurement
-    judged: list[Judged] = field(default_factory=list)
+    judged: list[Judged[Judgement]] = field(default_factory=list)
     savings: list[SavingJudgement] = field(default_factory=list)  # of its memory_saving markers
     fits: list[FitJudgement] = field(default_factory=list)  # of its fits markers, one for each GPU
     fragmentations: list[FragmentationJudgement] = field(default_factory=list)  # of its fragmentation markers
+    throughputs: list[Judged[ThroughputJudgement]] = field(default_factory=list)  # of its throughput markers
     ranks: Any = field(default="distinct", compare=False)  # which ones were asked for, to measure a control alike
 
     @property
     def is_judged(self) -> bool:
         """Whether there is any verdict on it."""
-        return bool(self.judged or self.savings or self.fits or self.fragmentations)
+        return bool(self.judged or self.savings or self.fits or self.fragmentations or self.throughputs)
 
     @property
     def stated(self) -> list[FitJudgement | FragmentationJudgement]:
@@ -89,6 +95,7 @@ class Measured:
             "savings": [s.to_json() for s in self.savings],
             "fits": [f.to_json() for f in self.fits],
             "fragmentations": [f.to_json() for f in self.fragmentations],
+            "throughputs": [t.to_json() for t in self.throughputs],
             "measurement": self.measurement.to_json(),
         }
 
@@ -96,15 +103,18 @@ class Measured:
     def from_json(cls, data: Mapping[str, Any], source: str) -> Measured:
         """Read what `to_json` wrote."""
         measurement = Measurement.from_json(data["measurement"], source)
-        judged = [Judged.from_json(j, source) for j in data["judgements"]]
+        judged = [Judged.from_json(Judgement, j, source) for j in data["judgements"]]
         savings = [SavingJudgement.from_json(s, measurement, source) for s in data.get("savings", ())]
         fits = [FitJudgement.from_json(f, f"{source}: fits") for f in data.get("fits", ())]
         fragmentations = [
             FragmentationJudgement.from_json(f, f"{source}: fragmentation") for f in data.get("fragmentations", ())
         ]
+        throughputs = [
+            Judged.from_json(ThroughputJudgement, t, f"{source}: throughput") for t in data.get("throughputs", ())
+        ]
         key = read_plain(str, data["key"], f"{source}: key")
         name = read_plain(str | None, data["name"], f"{source}: name")
-        return cls(key, name, measurement, judged, savings, fits, fragmentations)
+        return cls(key, name, measurement, judged, savings, fits, fragmentations, throughputs)
 
 
 @dataclass

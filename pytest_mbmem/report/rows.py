@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from .. import units
 from ..fits import FitJudgement
 from ..fragmentation import FragmentationJudgement
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement
 from ..savings import SavingJudgement
+from ..throughput import ThroughputJudgement
 from ..units import format_bytes, format_fraction
 from .results import Judged, Measured, TestResult
 
@@ -45,6 +48,8 @@ def rows_of(test: TestResult) -> Iterator[Row]:
             yield _on_gpu(label, measured.measurement, fit)
         for fragmentation in measured.fragmentations:
             yield _fragmented(label, measured.measurement, fragmentation)
+        for throughput in measured.throughputs:
+            yield _of_steps(label, measured.measurement, throughput)
 
 
 def label_of(nodeid: str, measured: Measured) -> str:
@@ -52,7 +57,7 @@ def label_of(nodeid: str, measured: Measured) -> str:
     return nodeid + (f"@{measured.name}" if measured.name else "")
 
 
-def shown_verdict(judged: Judged) -> str:
+def shown_verdict(judged: Judged[Judgement] | Judged[ThroughputJudgement]) -> str:
     """The verdict, or "accepted" where --mbmem-update lets a test pass that would have failed."""
     return "accepted" if judged.accepted and not judged.judgement.passed else judged.judgement.verdict
 
@@ -82,6 +87,15 @@ def losses_of(measurement: Measurement) -> str:
     return " -> ".join(NOTHING if step.loss is None else f"{step.loss:.4f}" for step in ends)
 
 
+def rank_text(measured: Measured, number: int) -> str:
+    """A rank's number, where it stands in the job, and for how many ranks."""
+    rank = measured.rank(number)
+    if rank is None or not rank.coordinates:
+        return str(number)
+    ranks = f"{rank.stands_for} rank" + ("s" if rank.stands_for > 1 else "")
+    return f"{number} ({coordinates_of(rank)}), stands for {ranks} of {measured.measurement.world_size}"
+
+
 def coordinates_of(rank: RankMeasurement) -> str:
     """As in "tp=0 pp=1"; empty for a test without a recipe."""
     return " ".join(f"{name}={value}" for name, value in rank.coordinates.items())
@@ -93,27 +107,22 @@ def sizes_of(sizes: Mapping[str, int]) -> str:
 
 
 def extra_columns(ranks: Sequence[RankMeasurement]) -> dict[str, list[str]]:
-    """Head and a text for each rank of what only some jobs have: host memory, and bytes that a step moves."""
+    """Head and a text for each rank of what only some have: memory of device and host, bytes moved, times."""
     ways = dict.fromkeys(way for rank in ranks for way in rank.moved_bytes)
-    columns = {"host memory": [rank.host_peak for rank in ranks]}
+    columns = {"device used": [rank.device_used for rank in ranks], "host memory": [rank.host_peak for rank in ranks]}
     columns |= {f"moved {way} a step": [rank.moved_bytes.get(way) for rank in ranks] for way in ways}
-    return {
-        name: [format_bytes(size) if size else NOTHING for size in sizes]
-        for name, sizes in columns.items()
-        if any(sizes)
+    texts = {name: [format_bytes(size) if size else NOTHING for size in sizes] for name, sizes in columns.items()}
+    times = {
+        "cold step": [rank.cold_step for rank in ranks],
+        "step": [statistics.median(rank.step_times) if rank.step_times else None for rank in ranks],
     }
+    texts |= {name: [NOTHING if t is None else units.format_seconds(t) for t in each] for name, each in times.items()}
+    return {name: column for name, column in texts.items() if set(column) != {NOTHING}}
 
 
 def format_flops(flops: int | None) -> str:
-    """In the largest decimal unit that they fill, as in "1.23 TFLOP"."""
-    if flops is None:
-        return NOTHING
-    size, prefix = float(flops), ""
-    for larger in "kMGTPE":
-        if round(size, 2) < 1000:
-            break
-        size, prefix = size / 1000, larger
-    return f"{size:.2f} {prefix}FLOP"
+    """As in "1.23 TFLOP"; `NOTHING` where they were not counted."""
+    return NOTHING if flops is None else units.format_flops(flops)
 
 
 def _without_verdict(label: str, measurement: Measurement) -> Row:
@@ -129,7 +138,7 @@ def _without_verdict(label: str, measurement: Measurement) -> Row:
     return Row(test=label, device=device, measured=peak, rank=str(worst.rank), phase=place)
 
 
-def _with_verdict(label: str, measurement: Measurement, judged: Judged) -> Row:
+def _with_verdict(label: str, measurement: Measurement, judged: Judged[Judgement]) -> Row:
     judgement = judged.judgement
     metric = judgement.gate.metric_id
     return Row(
@@ -174,6 +183,19 @@ def _on_gpu(label: str, measurement: Measurement, judgement: FitJudgement) -> Ro
         rank=NOTHING if judgement.rank is None else str(judgement.rank),
         phase=(failure.name if failure is not None else None) or judgement.phase or NOTHING,
         verdict=judgement.verdict,
+    )
+
+
+def _of_steps(label: str, measurement: Measurement, judged: Judged[ThroughputJudgement]) -> Row:
+    judgement = judged.judgement
+    return Row(
+        test=f"{label} {judgement.metric_id}",
+        device=measurement.device.key,
+        baseline=judgement.shown_reference or NOTHING,
+        measured=judgement.shown or NOTHING,
+        change=NOTHING if judgement.change is None else format_fraction(judgement.change, signed=True),
+        rank=NOTHING if judgement.rank is None else str(judgement.rank),
+        verdict=shown_verdict(judged),
     )
 
 

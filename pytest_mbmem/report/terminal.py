@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .. import outside
-from ..baselines import clean_nodeid
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement
 from ..split import parts_lines, split_of
+from ..throughput import figure_text
 from ..units import format_bytes, format_fraction
 from .comparisons import sweep_lines
 from .oom import headline as out_of_memory
@@ -24,12 +23,15 @@ from .rows import (
     format_flops,
     label_of,
     measured_ranks,
+    rank_text,
     rows_of,
     sizes_of,
     worst_of,
 )
 from .splits import judged_lines
-from .text import GAP, exactly, printable, table
+from .text import GAP, advice_lines, aligned, exactly, note_lines, printable, table
+from .throughput import loss_lines, time_lines
+from .twins import session_lines, twin_lines
 
 if TYPE_CHECKING:
     from ..baselines import Change, Orphan
@@ -44,19 +46,16 @@ _SHORTEST_TEST = 28
 
 def failure_text(nodeid: str, measured: Measured, judgement: Judgement, to_paste: str | None) -> str:
     """Why the gate fails the test and what to do, for a verdict that does not pass; `to_paste` if it is "missing"."""
-    lines = [_headline(measured, judgement), ""]
-    facts = list(_facts(measured, judgement))
-    width = max(len(name) for name, _ in facts)
-    lines += [f"  {name:<{width}}  {value}" for name, value in facts]
+    lines = [_headline(measured, judgement), "", *aligned(list(_facts(measured, judgement)))]
     failure = measured.measurement.failure
     if failure is not None:
         lines += ["", *message_lines(failure)]
     else:
-        notes = [part for note in judgement.notes for part in _note_lines(note)]
+        notes = [part for note in judgement.notes for part in note_lines(note)]
         lines += ["", *notes] if notes else []
         held = judged_lines(measured, judgement)
         lines += ["", *held] if held else []
-    advice = list(_advice(nodeid, judgement, to_paste))
+    advice = list(advice_lines(nodeid, judgement.verdict, to_paste, "memory")) if judgement.gate.limit is None else []
     return "\n".join([*lines, "", *advice] if advice else lines)
 
 
@@ -98,43 +97,10 @@ def _facts(measured: Measured, judgement: Judgement) -> Iterator[tuple[str, str]
         share = format_fraction(difference / judgement.reference, signed=True)
         yield "change", f"{share}, {format_bytes(difference, signed=True)}"
     if judgement.rank is not None:
-        yield "rank" if measured.measurement.failure is not None else "worst rank", _rank(measured, judgement.rank)
+        yield "rank" if measured.measurement.failure is not None else "worst rank", rank_text(measured, judgement.rank)
     if judgement.phase is not None:
         yield "phase", judgement.phase
     yield "device", f"{device.key}, capacity {format_bytes(device.capacity)}"
-
-
-def _rank(measured: Measured, number: int) -> str:
-    rank = measured.rank(number)
-    if rank is None or not rank.coordinates:
-        return str(number)
-    ranks = f"{rank.stands_for} rank" + ("s" if rank.stands_for > 1 else "")
-    return f"{number} ({coordinates_of(rank)}), stands for {ranks} of {measured.measurement.world_size}"
-
-
-def _note_lines(note: str) -> list[str]:
-    """A bullet; what differs in a stale recipe comes one key a line."""
-    first, *more = note.split("; ") if "the recipe changed" in note else [note]
-    head, colon, change = first.partition(": ")
-    if not more or not colon:
-        return [f"  - {note}"]
-    return [f"  - {head}:", *(f"      {part}" for part in (change, *more))]
-
-
-def _advice(nodeid: str, judgement: Judgement, to_paste: str | None) -> Iterator[str]:
-    command = f"pytest {shlex.quote('::'.join(clean_nodeid(nodeid)))}"
-    verdict = judgement.verdict
-    if verdict == "missing":
-        yield "To record it:"
-        yield f"  {command} --mbmem-update=new"
-        if to_paste is not None:
-            yield f"or paste into {to_paste.rstrip()}"
-    elif verdict == "stale":
-        yield "If the recipe was changed on purpose:"
-        yield f"  {command} --mbmem-update=changed"
-    elif verdict == "regression" and judgement.gate.limit is None:
-        yield "If it is worth the memory, accept it and say why:"
-        yield f'  {command} --mbmem-update=changed --mbmem-reason "..."'
 
 
 # The session's summary ------------------------------------------------------------------------------------------------
@@ -144,7 +110,8 @@ def summary_lines(results: Results, width: int) -> list[str]:
     """The table of all verdicts and measurements, fitted into `width` characters, and notes on tests that passed."""
     rows = [row for test in results.tests.values() for row in rows_of(test)]
     lines = [*_summary_table(rows, width), *_notes(results)] if rows else []
-    return [printable(line) for line in (*lines, *_sweeps(results, width))]
+    twins = session_lines(results)
+    return [printable(line) for line in (*lines, *_sweeps(results, width), *([""] if twins else []), *twins)]
 
 
 def _sweeps(results: Results, width: int) -> Iterator[str]:
@@ -204,6 +171,10 @@ def _notes(results: Results) -> Iterator[str]:
             for stated in measured.stated:
                 for note in (stated.explain(), *stated.notes) if stated.passed else ():
                     tests.setdefault(note, []).append(label_of(test.id, measured))
+            for throughput in (judged.judgement for judged in measured.throughputs):
+                times = () if throughput.throughput is None else (throughput.throughput.explain(),)
+                for note in (*times, *throughput.notes) if throughput.passed else ():
+                    tests.setdefault(note, []).append(label_of(test.id, measured))
     for note, (first, *more) in tests.items():
         yield f"note: {first}{f' and {len(more)} more' if more else ''}: {note}"
 
@@ -216,8 +187,9 @@ def changes_lines(changes: Sequence[Change]) -> list[str]:
         for change in changes:
             if change.path == path:
                 metric = "" if change.metric_id == "allocated" else f" {change.metric_id}"
-                before = "" if change.old is None else f"{format_bytes(change.old)} -> "
-                lines.append(f"  {change.key}{metric}: {change.kind}, {before}{format_bytes(change.new)}")
+                before = "" if change.old is None else f"{figure_text(change.metric_id, change.old)} -> "
+                new = figure_text(change.metric_id, change.new)
+                lines.append(f"  {change.key}{metric}: {change.kind}, {before}{new}")
     return lines
 
 
@@ -259,6 +231,11 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
             yield f"outside PyTorch: {outside.text(worst.outside, list(worst.collective_bytes))}"
         if worst.allocation_retries:
             yield f"cudaMalloc failed and the cache was emptied {worst.allocation_retries} times"
+    yield from (*time_lines(measurement), *loss_lines(measurement))
+    if measurement.twin is not None:
+        yield ""
+        yield from twin_lines(measurement)
+        yield ""
     for note in measurement.notes:
         yield f"note: {note}"
     for assumption in measurement.assumptions:

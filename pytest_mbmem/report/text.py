@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import shlex
+from collections.abc import Collection, Iterator, Sequence
 
+from ..baselines import clean_nodeid
 from ..units import format_bytes
 
 GAP = "  "
@@ -23,6 +25,37 @@ def table(cells: Sequence[Sequence[str]], right: Collection[str] = ()) -> list[s
         ).rstrip()
         for row in cells
     ]
+
+
+def aligned(facts: Sequence[tuple[str, str]]) -> list[str]:
+    """A line for each fact, its name in front."""
+    width = max(len(name) for name, _ in facts)
+    return [f"  {name:<{width}}  {value}" for name, value in facts]
+
+
+def note_lines(note: str) -> list[str]:
+    """A bullet; what differs in a stale recipe comes one key a line."""
+    first, *more = note.split("; ") if "the recipe changed" in note else [note]
+    head, colon, change = first.partition(": ")
+    if not more or not colon:
+        return [f"  - {note}"]
+    return [f"  - {head}:", *(f"      {part}" for part in (change, *more))]
+
+
+def advice_lines(nodeid: str, verdict: str, to_paste: str | None, worth: str) -> Iterator[str]:
+    """How what a gate found becomes the baseline; `worth` is what a regression costs, as in "memory"."""
+    command = f"pytest {shlex.quote('::'.join(clean_nodeid(nodeid)))}"
+    if verdict == "missing":
+        yield "To record it:"
+        yield f"  {command} --mbmem-update=new"
+        if to_paste is not None:
+            yield f"or paste into {to_paste.rstrip()}"
+    elif verdict == "stale":
+        yield "If the recipe was changed on purpose:"
+        yield f"  {command} --mbmem-update=changed"
+    elif verdict == "regression":
+        yield f"If it is worth the {worth}, accept it and say why:"
+        yield f'  {command} --mbmem-update=changed --mbmem-reason "..."'
 
 
 def exactly(size: int) -> str:

@@ -405,7 +405,7 @@ def build(folder: Path, compiler: Sequence[str]) -> list[str]:
             )
 
     state = "libvirtual_gpu.so"
-    compile_library(state, [SOURCES / name for name in ("config.c", "memory.c", "objects.c")])
+    compile_library(state, [SOURCES / name for name in ("config.c", "memory.c", "objects.c", "staged.c")])
 
     def compile_stub(stub: Stub) -> None:
         generated = folder / f"{stub.name}.generated.c"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +138,12 @@ def test_a_worker_that_hangs_is_ended_with_all_it_started(launcher: Launcher, tm
     assert not _alive(pid)
 
 
+def test_a_worker_that_hangs_says_where(launcher: Launcher) -> None:
+    result = launcher.call("subprocess:check_call", {"args": ["sleep", "60"]}, timeout=1.0)
+    assert "in check_call" in result.output
+    assert "in _run" in result.output
+
+
 def _alive(pid: int) -> bool:
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
@@ -172,3 +180,35 @@ def test_several_recipes_are_measured_as_each_alone(launcher: Launcher, small_re
     recipes = [small_recipe, small_recipe.but(alloc_conf="expandable_segments:True"), small_recipe.but(seq_length=64)]
     assert launcher.measure_many(recipes) == [launcher.measure(recipe) for recipe in recipes]
     assert launcher.measure_many([]) == []
+
+
+# Calls that need each other -------------------------------------------------------------------------------------------
+
+
+def _sh(script: str, environment: Mapping[str, str] | None = None) -> tuple[str, dict[str, Any], Mapping[str, str]]:
+    return "subprocess:check_output", {"args": ["sh", "-c", script], "text": True}, environment or {}
+
+
+def test_calls_that_need_each_other_run_at_once_each_in_its_environment(launcher: Launcher, tmp_path: Path) -> None:
+    both = f"[ -e {tmp_path}/a ] && [ -e {tmp_path}/b ]"
+    meet = f"echo $WHO > {tmp_path}/$WHO; until {both}; do sleep 0.01; done; echo $WHO"
+    results = launcher.call_together([_sh(meet, {"WHO": who}) for who in ("a", "b")], 60, 1)
+    assert [result.value for result in results] == ["a\n", "b\n"]
+
+
+@pytest.mark.parametrize("fault", ["exit 3", "kill -9 $PPID"], ids=["error", "dies"])
+def test_when_one_fails_those_that_wait_for_it_are_ended(launcher: Launcher, tmp_path: Path, fault: str) -> None:
+    hangs = f"echo $$ > {tmp_path}/pid; sleep 600"
+    waits = f"until [ -e {tmp_path}/pid ]; do sleep 0.01; done; {fault}"
+    lost, failed, done = launcher.call_together([_sh(hangs), _sh(waits), _sh("echo done")], 300, 0.2)
+    assert (lost.failure, lost.message) == ("lost peer", "no result within 0.2 s after another rank had failed")
+    assert failed.failure == ("error" if fault == "exit 3" else "died")
+    assert failed.order < lost.order
+    assert done.value == "done\n"
+    assert not _alive(int((tmp_path / "pid").read_text()))
+
+
+def test_a_failure_among_other_calls_ends_none_of_them(launcher: Launcher) -> None:
+    arguments = [{"args": ["sh", "-c", script]} for script in ("exit 3", "sleep 0.3")]
+    first, second = launcher.call_all([("subprocess:check_call", a) for a in arguments], {}, 60)
+    assert (first.failure, second.failure) == ("error", None)

@@ -52,7 +52,7 @@ def make_measured(
         entry = None
         if baseline is not None:
             figure = Figure(
-                peak=baseline,
+                value=baseline,
                 rank=0,
                 phase="step-2/backward",
                 ranks=dict.fromkeys(range(len(peaks)), baseline),

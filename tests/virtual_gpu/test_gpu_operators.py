@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from pytest_mbmem.virtual_gpu.gpus import load_gpus
+
 # name -> (expression or statements that set `r`, what it must be)
 WORKING = {
     "random numbers and a value read back": ("r = torch.randn(1000, device=c).sum().item()", 0.0),
@@ -91,6 +93,16 @@ def outcome(on_gpu):
 def test_operator_works(outcome, name):
     code, expected = WORKING[name]
     assert outcome(code) == expected
+
+
+# torch has no kernels of their own for some, as the L4: there its kernels for an older GPU run
+@pytest.mark.parametrize("gpu", load_gpus())
+def test_operators_that_are_tuned_for_each_gpu_work_on_all(on_gpu, gpu):
+    script = """
+x = torch.zeros(5000, device="cuda")
+result = [list(y.shape) for y in (x.masked_select(x > 0), x.sort()[0], x.cumsum(0))]
+"""
+    assert on_gpu(script, gpu=gpu) == [[0], [5000], [5000]]
 
 
 @pytest.mark.parametrize(

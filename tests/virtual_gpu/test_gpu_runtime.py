@@ -82,6 +82,36 @@ result = [torch.cuda.device_count(), count.value]
     assert on_gpu(script, count=4) == [4, 4]
     assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES="1,3") == [2, 2]
     assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES="2,-1,3") == [1, 1]
+    assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES="2,3,2") == [0, 0]
+
+
+def test_visible_devices_may_be_named_by_the_beginning_of_their_uuid(on_gpu):
+    script = """
+import uuid
+from ctypes import CDLL, byref, c_int
+count = c_int()
+CDLL(None).cudaGetDeviceCount(byref(count))
+numbers = [torch.cuda.get_device_properties(d).uuid.bytes[-1] for d in range(count.value)]
+result = [torch.cuda.device_count(), numbers]
+"""
+    second, fourth = (f"GPU-0{n}000000-6d62-6d65-6d2d-67707500000{n}" for n in (2, 4))
+    assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES=f"{fourth},{second}") == [2, [4, 2]]
+    assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES="GPU-03,GPU-01") == [2, [3, 1]]
+    assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES="GPU-02,GPU-09,GPU-01") == [1, [2]]
+    assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES="GPU-02,1") == [1, [2]]
+    assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES="1,GPU-03") == [1, [2]]
+    assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES="GPU-02,GPU-02") == [0, []]
+    assert on_gpu(script, count=1, CUDA_VISIBLE_DEVICES="GPU-") == [1, [1]]
+
+
+def test_the_beginning_of_two_uuids_names_no_device(on_gpu):
+    script = """
+from ctypes import CDLL, byref, c_int
+count = c_int()
+CDLL(None).cudaGetDeviceCount(byref(count))
+result = count.value
+"""
+    assert on_gpu(script, count=4, CUDA_VISIBLE_DEVICES="GPU-0") == 0
 
 
 def test_devices_keep_their_own_accounts(on_gpu):

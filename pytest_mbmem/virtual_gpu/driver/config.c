@@ -27,19 +27,43 @@ static int64_t number(const char *variable) {
     return -1;
 }
 
-/* CUDA's devices: those that CUDA_VISIBLE_DEVICES names by number, up to the first entry that is no device. */
+/* NVML's number of the device that an entry of CUDA_VISIBLE_DEVICES names: by number, or by the beginning of a UUID that
+ * no other device's UUID has. -1 when it names none. */
+static int named_device(const vgpu_config *config, const char *entry, int by_uuid) {
+    char *end, uuid[VGPU_UUID_TEXT];
+    int found = -1;
+    if (!by_uuid) {
+        long number = strtol(entry, &end, 10);
+        return end == entry || number < 0 || number >= config->installed_count ? -1 : (int)number;
+    }
+    for (int i = 0; i < config->installed_count; i++) {
+        vgpu_uuid_text(i, uuid);
+        if (strncmp(uuid, entry, strcspn(entry, ",")) != 0) continue;
+        if (found >= 0) return -1;
+        found = i;
+    }
+    return found;
+}
+
+/* CUDA's devices: those that CUDA_VISIBLE_DEVICES names, up to the first entry that is no device. The first entry decides
+ * whether they are numbers or UUIDs; naming one device twice leaves none. */
 static void select_visible(vgpu_config *config) {
     const char *text = getenv("CUDA_VISIBLE_DEVICES");
     for (int i = 0; i < config->installed_count; i++) config->installed[i] = i;
     config->device_count = config->installed_count;
     if (!text) return;
-    for (config->device_count = 0; config->device_count < config->installed_count;) {
-        char *end;
-        long number = strtol(text, &end, 10);
-        if (end == text || number < 0 || number >= config->installed_count) return;
-        config->installed[config->device_count++] = (int)number;
-        if (*end != ',') return;
-        text = end + 1;
+    int by_uuid = strncmp(text, "GPU-", 4) == 0;
+    for (config->device_count = 0;; text++) {
+        int device = named_device(config, text, by_uuid);
+        if (device < 0) return;
+        for (int i = 0; i < config->device_count; i++)
+            if (config->installed[i] == device) {
+                config->device_count = 0;
+                return;
+            }
+        config->installed[config->device_count++] = device;
+        text += strcspn(text, ",");
+        if (!*text) return;
     }
 }
 
@@ -67,6 +91,7 @@ vgpu_config vgpu_peek_configuration(void) {
     int64_t capacity = number("MBMEM_GPU_CAPACITY"), context = number("MBMEM_GPU_CONTEXT_BYTES");
     int64_t count = number("MBMEM_GPU_COUNT");
     if (capacity < 0 || context < 0 || context > capacity || count < 0) return config;
+    if (vgpu_read_staged(&config.staged)) return config;
     config.capacity = (uint64_t)capacity;
     config.context_bytes = (uint64_t)context;
     const char *name = getenv("MBMEM_GPU_NAME");
@@ -146,7 +171,15 @@ void vgpu_pci_bus_id(int installed, char *text, size_t size) {
 void vgpu_uuid(int installed, unsigned char uuid[16]) {
     memcpy(uuid, "\0\0\0\0" "mbmem-gpu", 13);
     uuid[13] = uuid[14] = 0;
-    uuid[15] = (unsigned char)(installed + 1);
+    uuid[0] = uuid[15] = (unsigned char)(installed + 1); /* the first, so that few characters tell devices apart */
+}
+
+void vgpu_uuid_text(int installed, char text[VGPU_UUID_TEXT]) {
+    unsigned char uuid[16];
+    vgpu_uuid(installed, uuid);
+    text += sprintf(text, "GPU");
+    for (int i = 0; i < 16; i++)
+        text += sprintf(text, i == 0 || i == 4 || i == 6 || i == 8 || i == 10 ? "-%02x" : "%02x", uuid[i]);
 }
 
 static const struct {

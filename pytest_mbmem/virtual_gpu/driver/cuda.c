@@ -15,7 +15,7 @@ CUresult cuInit(unsigned int flags) {
     return vgpu_configuration()->device_count ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE;
 }
 CUresult cuDriverGetVersion(int *version) {
-    *version = CUDA_VERSION;
+    *version = vgpu_cuda_version();
     return CUDA_SUCCESS;
 }
 CUresult cuGetErrorName(CUresult error, const char **name) {

@@ -4,7 +4,9 @@
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
+#include <pthread.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
 /* --- errors: kept per thread until cudaGetLastError --------------------------------------------------------------- */
@@ -35,7 +37,7 @@ const char *cudaGetErrorString(cudaError_t error) {
 /* --- devices ------------------------------------------------------------------------------------------------------ */
 
 cudaError_t cudaDriverGetVersion(int *version) {
-    *version = CUDA_VERSION;
+    *version = vgpu_cuda_version();
     return cudaSuccess;
 }
 cudaError_t cudaRuntimeGetVersion(int *version) {
@@ -456,15 +458,53 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t *config, const void *fu
     (void)config, (void)function, (void)arguments;
     return done(vgpu_launch());
 }
+
+/* Kernels by their host functions, with the code that holds one image of them for each of several GPUs. */
+static struct {
+    const void *function, *code;
+} *kernels;
+static size_t kernel_count;
+static pthread_mutex_t kernels_lock = PTHREAD_MUTEX_INITIALIZER;
+
+static void register_kernel(const void *function, const void *code) {
+    pthread_mutex_lock(&kernels_lock);
+    if (kernel_count % 4096 == 0) kernels = realloc(kernels, (kernel_count + 4096) * sizeof *kernels);
+    if (!kernels) abort();
+    kernels[kernel_count].function = function;
+    kernels[kernel_count++].code = code;
+    pthread_mutex_unlock(&kernels_lock);
+}
+
+/* The compute capability, as 86, of the image that a GPU would run: the highest of its own major version up to its own.
+ * The GPU's own where that is not known. */
+static int compiled_for(const void *function, int gpu) {
+    const struct { /* what nvcc makes */
+        uint32_t magic, version;
+        const unsigned char *images;
+    } *code = NULL;
+    int best = 0;
+    pthread_mutex_lock(&kernels_lock);
+    for (size_t i = kernel_count; i-- > 0 && !code;) /* the latest first: a library may be where another was */
+        if (kernels[i].function == function) code = kernels[i].code;
+    pthread_mutex_unlock(&kernels_lock);
+    if (!code || code->magic != 0x466243b1 || *(const uint32_t *)code->images != 0xba55ed50) return gpu;
+    const unsigned char *image = code->images + *(const uint16_t *)(code->images + 6);
+    for (const unsigned char *end = image + *(const uint64_t *)(code->images + 8); image < end;) {
+        int capability = (int)*(const uint32_t *)(image + 28);
+        if (capability <= gpu && capability / 10 == gpu / 10 && capability > best) best = capability;
+        image += *(const uint32_t *)(image + 4) + *(const uint64_t *)(image + 8); /* its header and its content */
+    }
+    return best ? best : gpu;
+}
+
 cudaError_t cudaFuncGetAttributes(struct cudaFuncAttributes *attributes, const void *function) {
     const vgpu_config *config = vgpu_configuration();
-    (void)function;
     memset(attributes, 0, sizeof *attributes);
     attributes->maxThreadsPerBlock = 1024;
     attributes->numRegs = 32;
     attributes->maxDynamicSharedSizeBytes = 49152;
     /* libraries choose their tuning, and so the size of their temporaries, by the version a kernel was compiled for */
-    attributes->binaryVersion = attributes->ptxVersion = 10 * config->major + config->minor;
+    attributes->binaryVersion = attributes->ptxVersion = compiled_for(function, 10 * config->major + config->minor);
     return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void *function, enum cudaFuncAttribute attr, int value) {
@@ -513,11 +553,7 @@ cudaError_t cudaProfilerStart(void) { return cudaSuccess; }
 cudaError_t cudaProfilerStop(void) { return cudaSuccess; }
 
 /* What nvcc puts into every library with kernels: registration while the library loads, and launches <<<...>>>. */
-void **__cudaRegisterFatBinary(void *code) {
-    static void *handle;
-    (void)code;
-    return &handle;
-}
+void **__cudaRegisterFatBinary(void *code) { return code; /* as the handle */ }
 void __cudaRegisterFatBinaryEnd(void **handle) { (void)handle; }
 void __cudaUnregisterFatBinary(void **handle) { (void)handle; }
 char __cudaInitModule(void **handle) {
@@ -526,8 +562,8 @@ char __cudaInitModule(void **handle) {
 }
 void __cudaRegisterFunction(void **handle, const char *host, char *device, const char *name, int limit, uint3 *thread,
                             uint3 *block, dim3 *block_size, dim3 *grid_size, int *warp_size) {
-    (void)handle, (void)host, (void)device, (void)name, (void)limit, (void)thread, (void)block, (void)block_size;
-    (void)grid_size, (void)warp_size;
+    (void)device, (void)name, (void)limit, (void)thread, (void)block, (void)block_size, (void)grid_size, (void)warp_size;
+    register_kernel(host, handle);
 }
 void __cudaRegisterVar(void **handle, char *host, char *device, const char *name, int is_extern, size_t size,
                        int is_constant, int is_global) {

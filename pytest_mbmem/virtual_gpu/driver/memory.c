@@ -194,7 +194,9 @@ static table reservations, mappings, host_memory;
 
 static uint64_t left(const struct device *d) {
     const vgpu_config *config = vgpu_configuration();
-    return config->capacity - config->context_bytes - d->counters.bytes_used;
+    uint64_t taken = config->context_bytes + d->counters.bytes_used;
+    taken += vgpu_foreign_bytes(&config->staged, config->installed[d - devices]);
+    return taken < config->capacity ? config->capacity - taken : 0;
 }
 
 static int charge(struct device *d, uint64_t bytes) {

@@ -2,7 +2,6 @@
  * configuration. No pip package has nvml.h: the few structures are declared here as NVIDIA documents them. */
 #include "virtual_gpu.h"
 
-#include <cuda.h>
 #include <stdio.h>
 #include <string.h>
 #include <unistd.h>
@@ -60,7 +59,7 @@ const char *nvmlErrorString(int status) {
 int nvmlSystemGetDriverVersion(char *version, unsigned int size) { return give_text("0.0-virtual", version, size); }
 int nvmlSystemGetNVMLVersion(char *version, unsigned int size) { return give_text("0.0-virtual", version, size); }
 int nvmlSystemGetCudaDriverVersion(int *version) {
-    *version = CUDA_VERSION;
+    *version = vgpu_cuda_version();
     return SUCCESS;
 }
 int nvmlSystemGetCudaDriverVersion_v2(int *version) { return nvmlSystemGetCudaDriverVersion(version); }
@@ -79,15 +78,12 @@ int nvmlDeviceGetIndex(void *handle, unsigned int *index) {
 int nvmlDeviceGetMinorNumber(void *handle, unsigned int *minor) { return nvmlDeviceGetIndex(handle, minor); }
 
 int nvmlDeviceGetUUID(void *handle, char *text, unsigned int size) {
-    unsigned char b[16];
-    char full[48];
-    vgpu_uuid(index_of(handle), b);
-    snprintf(full, sizeof full, "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", b[0], b[1],
-             b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13], b[14], b[15]);
-    return give_text(full, text, size);
+    char uuid[VGPU_UUID_TEXT];
+    vgpu_uuid_text(index_of(handle), uuid);
+    return give_text(uuid, text, size);
 }
 int nvmlDeviceGetHandleByUUID(const char *wanted, void **handle) {
-    char uuid[48];
+    char uuid[VGPU_UUID_TEXT];
     for (unsigned int i = 0; give_handle(i, handle) == SUCCESS; i++)
         if (nvmlDeviceGetUUID(*handle, uuid, sizeof uuid) == SUCCESS && strcmp(uuid, wanted) == 0) return SUCCESS;
     return NOT_FOUND;
@@ -119,7 +115,7 @@ int nvmlDeviceGetCudaComputeCapability(void *handle, int *major, int *minor) {
 }
 
 /* Bytes that this process holds; 0 without a context, which counts once it exists. */
-static uint64_t used_bytes(void *handle) {
+static uint64_t own_bytes(void *handle) {
     vgpu_config config = vgpu_peek_configuration();
     vgpu_counters counters;
     for (int device = 0; device < config.device_count; device++)
@@ -129,38 +125,58 @@ static uint64_t used_bytes(void *handle) {
     return 0;
 }
 int nvmlDeviceGetMemoryInfo(void *handle, memory_info *info) {
-    info->total = vgpu_peek_configuration().capacity;
-    info->used = used_bytes(handle);
+    vgpu_config config = vgpu_peek_configuration();
+    info->total = config.capacity;
+    info->used = own_bytes(handle) + vgpu_foreign_bytes(&config.staged, index_of(handle));
+    if (info->used > info->total) info->used = info->total;
     info->free = info->total - info->used;
     return SUCCESS;
 }
 int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_info_v2 *info) {
-    info->total = vgpu_peek_configuration().capacity;
-    info->used = used_bytes(handle);
-    info->free = info->total - info->used;
+    memory_info first;
+    nvmlDeviceGetMemoryInfo(handle, &first);
+    info->total = first.total;
+    info->used = first.used;
+    info->free = first.free;
     info->reserved = 0;
     return SUCCESS;
 }
 
-/* The only process on a virtual GPU is the caller. */
-int nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned int *count, process_v1 *processes) {
-    unsigned int room = *count;
-    *count = used_bytes(handle) > 0;
-    if (*count == 0) return SUCCESS;
-    if (room == 0) return INSUFFICIENT_SIZE;
-    processes[0] = (process_v1){(unsigned int)getpid(), used_bytes(handle)};
+/* The processes on a virtual GPU are the caller, and those that a test stages. */
+int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned int *count, process_v2 *processes) {
+    vgpu_config config = vgpu_peek_configuration();
+    process_v2 all[1 + VGPU_MAX_FOREIGN];
+    const vgpu_foreign *foreign;
+    unsigned int room = *count, found = 0;
+    if (own_bytes(handle)) all[found++] = (process_v2){(unsigned int)getpid(), own_bytes(handle), ~0u, ~0u};
+    for (int i = 0; (foreign = vgpu_foreign_process(&config.staged, index_of(handle), i)); i++)
+        all[found++] = (process_v2){foreign->pid, foreign->bytes, ~0u, ~0u};
+    *count = found;
+    if (found > room) return INSUFFICIENT_SIZE;
+    if (found) memcpy(processes, all, found * sizeof *all);
     return SUCCESS;
 }
-int nvmlDeviceGetComputeRunningProcesses_v3(void *handle, unsigned int *count, process_v2 *processes) {
-    int status = nvmlDeviceGetComputeRunningProcesses(handle, count, (process_v1 *)processes);
-    if (status == SUCCESS && *count) processes[0].gpu_instance = processes[0].compute_instance = ~0u;
+int nvmlDeviceGetComputeRunningProcesses(void *handle, unsigned int *count, process_v1 *processes) {
+    process_v2 all[1 + VGPU_MAX_FOREIGN];
+    int status = nvmlDeviceGetComputeRunningProcesses_v3(handle, count, all);
+    for (unsigned int i = 0; status == SUCCESS && i < *count; i++)
+        processes[i] = (process_v1){all[i].pid, all[i].used};
     return status;
 }
 int nvmlDeviceGetComputeRunningProcesses_v2(void *handle, unsigned int *count, process_v2 *processes) {
     return nvmlDeviceGetComputeRunningProcesses_v3(handle, count, processes);
 }
 
-/* No NVLink topology, no fabric: whoever asks finds the plain case. */
+/* No MIG, no NVLink topology, no fabric: whoever asks finds the plain case. */
+int nvmlDeviceGetMigMode(void *handle, unsigned int *current, unsigned int *pending) {
+    (void)handle, (void)current, (void)pending;
+    return NOT_SUPPORTED;
+}
+int nvmlDeviceIsMigDeviceHandle(void *handle, unsigned int *is_mig) {
+    (void)handle;
+    *is_mig = 0;
+    return SUCCESS;
+}
 int nvmlDeviceGetNvLinkRemoteDeviceType(void *handle, unsigned int link, void *type) {
     (void)handle, (void)link, (void)type;
     return NOT_SUPPORTED;

@@ -1,6 +1,6 @@
 /* The one place that holds what the virtual GPUs of this process are and hold.
  *
- * libvirtual_gpu.so (config.c, memory.c, objects.c) owns all state. libcudart, libcuda and libnvidia-ml are thin: each
+ * libvirtual_gpu.so (config.c, memory.c, objects.c, staged.c) owns all state. libcudart, libcuda and libnvidia-ml are thin: each
  * translates its own interface into the calls below. Every status is a number that the CUDA runtime and the driver API
  * share (0 success, 1 invalid value, 2 out of memory, ...), so both pass it on unchanged.
  */
@@ -11,6 +11,7 @@
 #include <stdint.h>
 
 #define VGPU_MAX_DEVICES 16
+#define VGPU_UUID_TEXT 41 /* bytes */
 
 enum vgpu_status {
     VGPU_SUCCESS = 0,
@@ -29,6 +30,38 @@ enum vgpu_status {
     VGPU_NOT_SUPPORTED = 801,
 };
 
+/* --- staged.c: what tests stage so that virtual GPUs can stand in for real ones ------------------------------------ */
+
+#define VGPU_MAX_FOREIGN 8
+#define VGPU_MAX_ELAPSED 64
+
+typedef struct { /* a process of somebody else on a device */
+    int installed; /* the device, by NVML's number */
+    unsigned pid;
+    uint64_t bytes, after_launches; /* it is there once this process has launched so many kernels */
+} vgpu_foreign;
+
+typedef struct {
+    int cuda_version, foreign_count, elapsed_count;
+    vgpu_foreign foreign[VGPU_MAX_FOREIGN];
+    float elapsed[VGPU_MAX_ELAPSED]; /* milliseconds */
+    char fault[16];                  /* "die", "hang", "lose peer" or nothing */
+    int fault_installed;
+    uint64_t fault_after_launches; /* of this process on that device */
+} vgpu_staged;
+
+/* From the environment; nonzero, and a line on stderr, for a variable that cannot be read. */
+int vgpu_read_staged(vgpu_staged *staged);
+
+/* The foreign process number `index` (from 0) that is on a device now; NULL when there are no more. */
+const vgpu_foreign *vgpu_foreign_process(const vgpu_staged *staged, int installed, int index);
+uint64_t vgpu_foreign_bytes(const vgpu_staged *staged, int installed);
+
+int vgpu_cuda_version(void);     /* that the driver is for: 13000 is CUDA 13.0; fixes nothing */
+float vgpu_next_elapsed(void); /* milliseconds; NaN when no times are staged */
+void vgpu_meet_fault(int device, uint64_t launches);
+int vgpu_peer_lost(void);
+
 /* --- config.c: what the GPUs pretend to be; all devices are alike ------------------------------------------------- */
 
 typedef struct {
@@ -41,6 +74,7 @@ typedef struct {
     int major, minor;       /* compute capability */
     int sm_count, threads_per_sm, l2_bytes;
     int shared_bytes_per_sm, shared_bytes_per_block_optin;
+    vgpu_staged staged;
 } vgpu_config;
 
 /* The configuration, read from the environment at the first call and fixed from then on. */
@@ -55,6 +89,7 @@ int vgpu_attribute(int attribute, int device, int *value);
 /* By NVML's number. */
 void vgpu_pci_bus_id(int installed, char *text, size_t size); /* "00000000:01:00.0" */
 void vgpu_uuid(int installed, unsigned char uuid[16]);
+void vgpu_uuid_text(int installed, char text[VGPU_UUID_TEXT]); /* "GPU-01000000-6d62-..." */
 
 /* Names and text of a status; NULL for a number not known here. */
 const char *vgpu_runtime_error_name(int status);
@@ -154,7 +189,7 @@ typedef struct {
 int vgpu_event_create(int timed, vgpu_event **event);
 int vgpu_event_destroy(vgpu_event *event);
 int vgpu_event_record(vgpu_event *event);
-int vgpu_event_elapsed(const vgpu_event *start, const vgpu_event *end, float *milliseconds); /* NaN: nothing ran */
+int vgpu_event_elapsed(const vgpu_event *start, const vgpu_event *end, float *milliseconds);
 
 int vgpu_launch(void); /* count a kernel on the current device; it computes nothing */
 uint64_t vgpu_launches(int device);

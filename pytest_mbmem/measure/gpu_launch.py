@@ -1,0 +1,559 @@
+"""Measurements on real GPUs: which of them, all ranks of a job or one at a time, and a virtual twin beside them.
+
+Runs in the pytest process, so it imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import TooFewGpus, UserError
+from ..measurement import Device, Failure, Measurement, Mode, RankMeasurement, read_plain
+from ..recipe import Recipe
+from ..throughput import Timing
+from ..virtual_gpu.gpus import Gpu
+from ..virtual_gpu.stand_in import stand_ins
+from . import adapters, foreign, gpu_locks
+from . import ranks as rank_choice
+from .launch import Launcher, check, failure_of, recipe_environment, versions
+from .nvml import Machine, PhysicalGpu
+from .ranks import Rank, Ranks, Work
+from .torchrun import Torchrun
+from .workers import CallResult, Workers
+
+GRACE = 30.0
+"""Seconds that a rank has left when another one failed: NCCL may still tell it, and its traceback says where it was."""
+
+_LONGEST_WAIT = 6 * 3600.0
+"""Seconds to wait for GPUs that other processes hold for their measurements."""
+
+_NETWORK = ("NCCL_", "TORCHELASTIC_")
+"""Prefixes of variables that workers inherit: a cluster's network, and torchrun. They change nothing in PyTorch's own
+memory."""
+
+RanksMode = Literal["auto", "joint", "solo"]
+
+
+class GpuLauncher(Launcher):
+    """Runs measurements on the real GPUs of this machine, and each recipe on a virtual GPU like them as well.
+
+    A measurement holds the GPUs that it needs by lock files, so that several processes share them one after another.
+
+    Args:
+        machine: whose visible GPUs are used.
+        known: virtual GPUs, one of which the first one may be.
+        timeout: seconds that one worker may take.
+        mode: "joint", all ranks of a job at once, "solo", one at a time with its collectives unanswered, or "auto":
+            joint where there are GPUs enough.
+        torchrun: the processes that measure together with this one.
+        occupied: asked before each measurement, says why this very process makes it worthless, or nothing.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        known: Mapping[str, Gpu],
+        *,
+        timeout: float = 600.0,
+        mode: RanksMode = "auto",
+        torchrun: Torchrun | None = None,
+        occupied: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        super().__init__(like(machine.gpus[0], known), timeout=timeout, jobs=1)
+        self.gpus = machine.gpus
+        self.machine, self.mode, self.torchrun, self._occupied = machine, mode, torchrun, occupied
+        self._measured = 0  # measurements, which all processes of a torchrun count alike
+        self._import_time: dict[str, str] = {}
+
+    @property
+    def device(self) -> Device:
+        """What measurements are made on."""
+        gpu = self.gpus[0]
+        return Device(key=gpu.key, name=gpu.name, capacity=gpu.capacity, virtual=False)
+
+    @cached_property
+    def _description(self) -> dict[str, Any]:
+        """See `on_gpu.describe`."""
+        (result,) = self.call_all([("pytest_mbmem.measure.on_gpu:describe", {})], {}, self.timeout)
+        if result.failure is not None:
+            raise UserError(f"--mbmem-gpu: CUDA does not start on {self.gpus[0].name}:\n{result.message}")
+        return dict(result.value)
+
+    @cached_property
+    def twin(self) -> Launcher:
+        """On a virtual GPU with the properties of the real ones."""
+        found = self._description["gpu"]
+        gpu = replace(self.gpu, **{**found, "compute_capability": tuple(found["compute_capability"])})
+        return Launcher(gpu, timeout=self.timeout)
+
+    def on(self, gpu: Gpu) -> Launcher:
+        """This one for its own GPU, a virtual one for any other."""
+        return self if gpu == self.gpu else self.twin.on(gpu)
+
+    def explain(self, measurement: Measurement) -> Measurement:
+        """As `Launcher.explain`, by runs on the virtual twin."""
+        return self.twin.explain(measurement)
+
+    def close(self) -> None:
+        """End the servers and whatever still runs under them."""
+        super().close()
+        if "twin" in self.__dict__:
+            self.twin.close()
+
+    def leave(self) -> None:
+        """Close at the end of a session, with torchrun once all its processes are there.
+
+        It ends them all when one ends that has failed, also the first one, which may not have written its reports yet.
+        """
+        if self.torchrun is not None:
+            with contextlib.suppress(UserError):
+                self._exchanged(self.torchrun, "end", {}, False, self.timeout)
+        self.close()
+
+    def command_environment(self) -> dict[str, str]:
+        """The environment of the fork server. Each call is told its GPU.
+
+        The server is told none: the name of a MIG device would make torch start CUDA, which no fork could use then.
+        """
+        found = Workers.command_environment(self)
+        pretended = stand_ins()
+        if pretended is None:  # what torch compiles can run
+            del found["TORCHDYNAMO_DISABLE"], found["TORCH_DISABLE_NATIVE_JIT"]
+        else:
+            found |= pretended.environment()
+        return {
+            **found,
+            **{name: value for name, value in os.environ.items() if name.startswith(_NETWORK)},
+            **self._import_time,
+            # torch.cuda.is_available() asks NVML then, which leaves a later fork free to use CUDA
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        }
+
+    def call_all(
+        self,
+        calls: Sequence[tuple[str, Mapping[str, Any]]],
+        environment: Mapping[str, str],
+        timeout: float,
+        cwd: Path | None = None,
+    ) -> list[CallResult]:
+        """One after another on one GPU, which is held meanwhile."""
+        with self._held(1) as (gpu,):
+            return self._call_on(gpu, calls, environment, timeout, cwd)
+
+    def _call_on(
+        self,
+        gpu: PhysicalGpu,
+        calls: Sequence[tuple[str, Mapping[str, Any]]],
+        environment: Mapping[str, str],
+        timeout: float,
+        cwd: Path | None = None,
+    ) -> list[CallResult]:
+        self._restart_if_needed(environment)
+        return super().call_all(calls, {**environment, "CUDA_VISIBLE_DEVICES": gpu.uuid}, timeout, cwd)
+
+    def _restart_if_needed(self, environment: Mapping[str, str]) -> None:
+        """Transformer Engine reads some of its variables when it is imported, which the server does once."""
+        wanted = {name: value for name, value in environment.items() if name.startswith("NVTE_")}
+        if wanted != self._import_time:
+            Workers.close(self)
+            self._import_time = wanted
+
+    def _held(self, count: int) -> contextlib.AbstractContextManager[list[PhysicalGpu]]:
+        gpus = self.gpus if self.torchrun is None else [self._own_gpu(self.torchrun)]
+        return gpu_locks.held(gpus, count, _LONGEST_WAIT)
+
+    def _own_gpu(self, torchrun: Torchrun) -> PhysicalGpu:
+        if torchrun.local_rank >= len(self.gpus):
+            raise UserError(
+                f"torchrun: LOCAL_RANK is {torchrun.local_rank}, and {len(self.gpus)} GPUs are visible; start as many "
+                f"processes on a machine as it has GPUs: torchrun --nproc-per-node={len(self.gpus)}"
+            )
+        return self.gpus[torchrun.local_rank]
+
+    # Measuring --------------------------------------------------------------------------------------------------------
+
+    def measure(
+        self,
+        recipe: Recipe,
+        *,
+        ranks: Ranks = "distinct",
+        count_flops: bool = True,
+        check_effects: bool = True,
+        timing: Timing | None = None,
+    ) -> Measurement:
+        """Measure the recipe's ranks on the GPUs, and on the virtual twin.
+
+        What goes wrong is in the measurement's `failure`: that of the rank that failed first. Raises `UserError` when
+        the recipe or `ranks` cannot be measured at all, `TooFewGpus` when joint ranks are asked for and need more.
+        """
+        check(recipe)
+        chosen = rank_choice.chosen(recipe, ranks)
+        mode = self._mode_of(recipe)
+        if mode == "joint":
+            chosen = rank_choice.chosen(recipe, "all")
+        self._measured += 1
+        timing = timing or Timing()
+        if self.torchrun is None:
+            part = self._part(recipe, mode, chosen, timing)
+            part.twin = self._twin(recipe, ranks, count_flops, check_effects)
+            return self._measurement_of(recipe, mode, chosen, [part])
+        return self._measured_together(self.torchrun, recipe, mode, chosen, timing, ranks, count_flops, check_effects)
+
+    def measure_many(
+        self,
+        recipes: Sequence[Recipe],
+        *,
+        ranks: Ranks = "distinct",
+        count_flops: bool = True,
+        check_effects: bool = True,
+    ) -> list[Measurement]:
+        """Measure several recipes, one after another."""
+        return [
+            self.measure(recipe, ranks=ranks, count_flops=count_flops, check_effects=check_effects)
+            for recipe in recipes
+        ]
+
+    def _mode_of(self, recipe: Recipe) -> Mode:
+        there = len(self.gpus) if self.torchrun is None else self.torchrun.world_size
+        if self.gpus[0].is_mig:
+            there = 1  # NCCL does not connect MIG devices
+        if self.mode != "solo" and recipe.world_size <= there:
+            return "joint"
+        if self.mode == "joint":
+            raise TooFewGpus(
+                f"the recipe's job has {recipe.world_size} ranks, and {there} "
+                + ("processes were started by torchrun" if self.torchrun else f"{self.gpus[0].name} can be used here")
+                + "; --mbmem-ranks=solo measures them one at a time"
+            )
+        split = recipe.parallelism
+        if recipe.model.moe is not None and (split.ep > 1 or split.tp > 1):
+            raise TooFewGpus(
+                f"the recipe's job has {recipe.world_size} ranks, {there} can be used, and solo ranks "
+                f"cannot know how many tokens the others send to an expert (ep={split.ep}, tp={split.tp})"
+            )
+        return "solo"
+
+    def _part(self, recipe: Recipe, mode: Mode, chosen: Sequence[Rank], timing: Timing) -> _Part:
+        """What this process alone finds out."""
+        if mode == "solo":
+            with self._held(1) as gpus:
+                return self._watched(gpus, lambda: self._solo(gpus[0], recipe, chosen, timing))
+        with self._held(recipe.world_size) as gpus:
+            return self._watched(gpus, lambda: self._joint(gpus, recipe, chosen, timing))
+
+    def _watched(self, gpus: Sequence[PhysicalGpu], run: Callable[[], _Part]) -> _Part:
+        """The part that `run` makes; none if this process holds memory or another one uses a GPU already."""
+        part = _Part(disturbed=self._occupied() or _problem("before", gpus))
+        if part.disturbed is None:
+            part = run()
+            part.disturbed = _problem("after", gpus)
+        return part
+
+    def _solo(self, gpu: PhysicalGpu, recipe: Recipe, chosen: Sequence[Rank], timing: Timing) -> _Part:
+        calls = [_call(recipe, rank, gpu, timing, alone=True) for rank in chosen]
+        results = self._call_on(gpu, calls, recipe_environment(recipe), self.timeout)
+        return _Part({rank.rank: result for rank, result in zip(chosen, results, strict=True)})
+
+    def _joint(self, gpus: Sequence[PhysicalGpu], recipe: Recipe, chosen: Sequence[Rank], timing: Timing) -> _Part:
+        environment = recipe_environment(recipe)
+        self._restart_if_needed(environment)
+        with tempfile.TemporaryDirectory(prefix="mbmem-job-") as folder:
+            job = {"file": f"{folder}/store", "world_size": recipe.world_size, "timeout": 0.8 * self.timeout}
+            calls = [
+                (*_call(recipe, rank, gpu, timing, job=job), {**environment, "CUDA_VISIBLE_DEVICES": gpu.uuid})
+                for rank, gpu in zip(chosen, gpus, strict=True)
+            ]
+            results = self.call_together(calls, self.timeout, min(GRACE, 0.5 * self.timeout))
+        return _Part({rank.rank: result for rank, result in zip(chosen, results, strict=True)})
+
+    def _measured_together(
+        self,
+        torchrun: Torchrun,
+        recipe: Recipe,
+        mode: Mode,
+        chosen: Sequence[Rank],
+        timing: Timing,
+        ranks: Ranks,
+        count_flops: bool,
+        check_effects: bool,
+    ) -> Measurement:
+        """The measurement that all processes of a torchrun make together, the same in each."""
+        name = f"measurement-{self._measured}"
+        part = _Part()
+        if mode == "joint" and torchrun.rank < recipe.world_size:
+            rank = chosen[torchrun.rank]
+            job = torchrun.job(name, 0.8 * self.timeout, min(GRACE, 0.5 * self.timeout))
+            with self._held(1) as (gpu,):
+
+                def run() -> _Part:
+                    call = _call(recipe, rank, gpu, timing, job=job)
+                    (result,) = self._call_on(gpu, [call], recipe_environment(recipe), self.timeout)
+                    return _Part({rank.rank: result})
+
+                part = self._watched([gpu], run)
+        elif mode == "solo" and torchrun.rank == 0:
+            part = self._part(recipe, mode, chosen, timing)
+        if torchrun.rank == 0 and not part.has_failed:
+            part.twin = self._twin(recipe, ranks, count_flops, check_effects)
+        limit = (len(chosen) + 3) * self.timeout
+        parts = self._exchanged(torchrun, name, {"recipe": recipe.digest, **part.to_json()}, part.has_failed, limit)
+        missing = [number for number, found in enumerate(parts) if found is None]
+        if missing:
+            raise UserError(f"torchrun: no figures from rank {', '.join(map(str, missing))} within {limit:g} s")
+        if len({found["recipe"] for found in parts if found is not None}) > 1:
+            raise UserError(
+                "torchrun: the ranks measure different recipes; all must run the same tests in the same order "
+                "(-p no:randomly)"
+            )
+        return self._measurement_of(recipe, mode, chosen, [_Part.from_json(found) for found in parts if found])
+
+    def _exchanged(
+        self, torchrun: Torchrun, name: str, payload: Mapping[str, Any], failed: bool, limit: float
+    ) -> list[dict[str, Any] | None]:
+        """What all processes of a torchrun say under a name, by rank."""
+        arguments = {"job": torchrun.job(name, limit), "rank": torchrun.rank, "payload": payload, "failed": failed}
+        environment = {"CUDA_VISIBLE_DEVICES": ""}
+        (result,) = super().call_all([("pytest_mbmem.measure.peers:exchange", arguments)], environment, limit + 60)
+        if result.failure is not None:
+            raise UserError(f"torchrun: the ranks cannot reach each other: {result.message}\n{result.output}".strip())
+        return list(result.value)
+
+    # Results ----------------------------------------------------------------------------------------------------------
+
+    def _twin(self, recipe: Recipe, ranks: Ranks, count_flops: bool, check_effects: bool) -> _Twin:
+        """The same on the virtual twin, which also counts what no GPU tells."""
+        try:
+            found = self.twin.measure(recipe, ranks=ranks, count_flops=count_flops, check_effects=check_effects)
+        except UserError as error:
+            return _Twin(None, {}, f"no virtual twin: {error}")
+        kinds = {rank_choice.at(recipe, rank.rank).work: rank for rank in reversed(found.ranks)}
+        model_flops = {work: rank.flops_per_step for work, rank in kinds.items()}
+        plain = without_recompute(recipe)
+        if count_flops and plain != recipe:
+            calls = [
+                ("pytest_mbmem.measure.worker:count_rank", {"recipe": plain.to_dict(), "rank": rank.rank})
+                for rank in kinds.values()
+            ]
+            results = self.twin.call_all(calls, recipe_environment(plain), self.timeout)
+            model_flops = {
+                work: (result.value or {}).get("flops_per_step") for work, result in zip(kinds, results, strict=True)
+            }
+        small = tuple(replace(rank, composition=None) for rank in found.ranks)
+        return _Twin(replace(found, ranks=small), {kinds[work].rank: flops for work, flops in model_flops.items()})
+
+    def _measurement_of(
+        self, recipe: Recipe, mode: Mode, chosen: Sequence[Rank], parts: Sequence[_Part]
+    ) -> Measurement:
+        results = {number: result for part in parts for number, result in part.results.items()}
+        twin = next((part.twin for part in parts if part.twin is not None), _Twin(None, {}))
+        counted = twin.counted(recipe)
+        ranks: list[RankMeasurement] = []
+        failures: list[tuple[bool, int, Failure]] = []  # whether it is for want of a peer, when, what
+        assumptions: list[str] = []
+        for rank in chosen:
+            result = results.get(rank.rank)
+            if result is None:
+                continue
+            if result.failure is not None:
+                failures.append((_is_about_peers(result), result.order, failure_of(result, rank.rank)))
+                continue
+            assumptions += result.value["assumptions"]
+            if result.value["failure"]:
+                failed: Failure = read_plain(Failure, result.value["failure"], "failure")
+                failures.append((False, result.order, failed))
+            if result.value["rank"] is not None:
+                fields = {**result.value["rank"], **counted.get(rank.work, {})}
+                ranks.append(RankMeasurement.from_json(fields))
+        disturbed = next((part.disturbed for part in parts if part.disturbed is not None), None)
+        first = Failure("disturbed", chosen[0].rank, disturbed) if disturbed is not None else None
+        if first is None and failures:
+            first = min(failures, key=lambda failure: failure[:2])[2]
+        if first is None:
+            first = adapters.regather_failure(ranks) or twin.no_effect
+        return Measurement(
+            device=self.device,
+            ranks=tuple(ranks),
+            recipe=recipe.to_dict(),
+            recipe_digest=recipe.digest,
+            world_size=recipe.world_size,
+            environment=self._versions(mode),
+            assumptions=tuple(dict.fromkeys(assumptions)),
+            notes=(*adapters.adapter_notes(ranks), *self._notes(recipe, mode, ranks), *twin.notes),
+            failure=first,
+            mode=mode,
+            twin=twin.measurement,
+            logs={f"rank{number}": result.output for number, result in results.items()},
+        )
+
+    def _versions(self, mode: Mode) -> dict[str, str]:
+        found = {**versions(), "driver": self.machine.driver, "ranks": mode}
+        with contextlib.suppress(UserError):  # what does not start CUDA is the measurement's own failure
+            found |= self._description["versions"]
+        return found
+
+    def _notes(self, recipe: Recipe, mode: Mode, ranks: Sequence[RankMeasurement]) -> Iterator[str]:
+        if _uses_cuda():
+            yield "a test has started CUDA in the pytest process, whose context stays on the GPU beside this run"
+        if mode == "solo" and recipe.world_size > 1:
+            yield (
+                f"solo: each of {recipe.world_size} ranks ran alone on one GPU; its collectives took no time and "
+                "brought nothing, so that its losses mean nothing"
+            )
+        for rank in ranks:
+            steps = [str(number) for number, loss in enumerate(rank.losses, 1) if loss is None]
+            if steps:
+                yield f"the loss on rank {rank.rank} is not finite in step {', '.join(steps)}"
+            if rank.skipped_steps:
+                of = f"{rank.skipped_steps} of {recipe.training.steps} steps"
+                yield f"the optimizer skipped {of} on rank {rank.rank}, which then hold less than others"
+
+
+def like(gpu: PhysicalGpu, known: Mapping[str, Gpu]) -> Gpu:
+    """A `Gpu` with what NVML says of a real one; the rest is of the known one of its name, or that is most like it."""
+
+    def distance(other: Gpu) -> tuple[bool, bool, int]:
+        other_kind = other.compute_capability != gpu.compute_capability
+        return other.name != gpu.name, other_kind, abs(other.capacity - gpu.capacity)
+
+    closest = min(known.values(), key=distance)
+    return replace(
+        closest, key=gpu.key, name=gpu.name, capacity=gpu.capacity, compute_capability=gpu.compute_capability
+    )
+
+
+def without_recompute(recipe: Recipe) -> Recipe:
+    """The recipe whose FLOPs are those of the model alone."""
+    memory = recipe.memory
+    plain: dict[str, Any] = {
+        field.name: field.default
+        for field in dataclasses.fields(memory)
+        if field.name.startswith(("recompute_", "distribute_saved_"))
+    }
+    return replace(recipe, memory=replace(memory, **plain))
+
+
+def _call(
+    recipe: Recipe,
+    rank: Rank,
+    gpu: PhysicalGpu,
+    timing: Timing,
+    *,
+    alone: bool = False,
+    job: Mapping[str, Any] | None = None,
+) -> tuple[str, dict[str, Any]]:
+    has_losses = not alone or recipe.world_size == 1
+    arguments: dict[str, Any] = {
+        "recipe": recipe.to_dict(),
+        "rank": rank.rank,
+        "coordinates": rank.coordinates,
+        "stands_for": rank.stands_for,
+        "real": {
+            "gpu": dataclasses.asdict(gpu),
+            "timing": dataclasses.asdict(timing),
+            "has_losses": has_losses,
+        },
+    }
+    if job is not None:
+        arguments["job"] = dict(job)
+    return "pytest_mbmem.measure.worker:measure_rank", arguments
+
+
+def _uses_cuda() -> bool:
+    """Whether a test has started CUDA in this very process."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def _problem(when: str, gpus: Sequence[PhysicalGpu]) -> str | None:
+    found = (foreign.problem(gpu, uses_it=_uses_cuda()) for gpu in gpus)
+    return next((f"{when} the measurement {problem}" for problem in found if problem is not None), None)
+
+
+_ABOUT_PEERS = ("NCCL error", "remote process exited", "Connection closed by peer", "gloo", "TCPStore")
+
+
+def _is_about_peers(result: CallResult) -> bool:
+    """Whether a rank failed only because another one did."""
+    return result.failure == "lost peer" or any(text in result.message for text in _ABOUT_PEERS)
+
+
+@dataclass
+class _Twin:
+    """What the virtual twin says."""
+
+    measurement: Measurement | None
+    model_flops: Mapping[int, int | None]  # by rank
+    problem: str = ""
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return (self.problem,) if self.problem else ()
+
+    @property
+    def no_effect(self) -> Failure | None:
+        """A setting that changes nothing there."""
+        failure = self.measurement.failure if self.measurement is not None else None
+        if failure is None or failure.kind != "no effect":
+            return None
+        return replace(failure, message=f"on the virtual twin: {failure.message}")
+
+    def counted(self, recipe: Recipe) -> dict[Work, dict[str, Any]]:
+        """FLOPs and collective bytes of each kind of rank, as fields of a `RankMeasurement`."""
+        found = self.measurement.ranks if self.measurement is not None else ()
+        return {
+            rank_choice.at(recipe, rank.rank).work: {
+                "flops_per_step": rank.flops_per_step,
+                "collective_bytes": dict(rank.collective_bytes),
+                "model_flops": self.model_flops.get(rank.rank),
+            }
+            for rank in reversed(found)
+            if rank.rank in self.model_flops
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "measurement": self.measurement and self.measurement.to_json(),
+            "model_flops": [[rank, flops] for rank, flops in self.model_flops.items()],
+            "problem": self.problem,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> _Twin:
+        """Read what `to_json` wrote."""
+        measurement = data["measurement"] and Measurement.from_json(data["measurement"], "twin")
+        return cls(measurement, dict(map(tuple, data["model_flops"])), data["problem"])
+
+
+@dataclass
+class _Part:
+    """What one process knows of a measurement."""
+
+    results: dict[int, CallResult] = dataclasses.field(default_factory=dict)  # by rank
+    disturbed: str | None = None
+    twin: _Twin | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether other ranks need not wait."""
+        return any(r.failure is not None or r.value["failure"] is not None for r in self.results.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data."""
+        results = [[rank, dataclasses.asdict(result)] for rank, result in self.results.items()]
+        return {"results": results, "disturbed": self.disturbed, "twin": self.twin and self.twin.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> _Part:
+        """Read what `to_json` wrote."""
+        results = {rank: CallResult(**fields) for rank, fields in data["results"]}
+        return cls(results, data["disturbed"], data["twin"] and _Twin.from_json(data["twin"]))
