@@ -11,13 +11,15 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
-from .errors import UserError
+from .errors import TooFewGpus, UserError
 from .files import write_report
-from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, choose_gpu, seconds
+from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, RANKS_MODES, choose_gpu, seconds
 
 if TYPE_CHECKING:
+    from .measure.gpu_launch import RanksMode
+    from .measure.launch import Launcher
     from .measure.ranks import Ranks
 
 
@@ -29,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = arguments.run(arguments)
         sys.stdout.flush()
-    except UserError as error:
+    except (UserError, TooFewGpus) as error:
         print(f"mbmem: error: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # `mbmem ... | head`; what is left must not be written at exit either
@@ -44,9 +46,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="mbmem", description="Peak GPU memory of Megatron Core recipes.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    measure = commands.add_parser("measure", help="measure a recipe on a virtual GPU")
+    measure = commands.add_parser("measure", help="measure a recipe on a virtual GPU, or on real ones")
     measure.add_argument("recipe", type=Path, metavar="RECIPE.yaml")
-    measure.add_argument("--virtual-gpu", metavar="NAME", default=DEFAULT_GPU, help="default: %(default)s")
+    measure.add_argument("--virtual-gpu", metavar="NAME", help=f"default: {DEFAULT_GPU}")
+    measure.add_argument("--gpu", action="store_true", help="on the GPUs of this machine, and on a virtual twin")
+    measure.add_argument(
+        "--mode",
+        metavar="MODE",
+        help="with --gpu: joint (all ranks at once), solo (one at a time), or auto (joint if there are GPUs enough; "
+        "the default)",
+    )
     measure.add_argument("--gpus", type=Path, metavar="FILE", help="YAML file with more virtual GPUs")
     measure.add_argument(
         "--ranks",
@@ -109,15 +118,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
-    from .measure.launch import Launcher
     from .recipe import Recipe
     from .report.terminal import measurement_lines
 
     _check_output(arguments.json, "--json")
-    gpu = choose_gpu(arguments.virtual_gpu, arguments.gpus, "--virtual-gpu")
     ranks, timeout = _ranks(arguments.ranks), seconds(arguments.timeout, "--timeout")
     recipe = Recipe.from_yaml(arguments.recipe)
-    launcher = Launcher(gpu, timeout=timeout)
+    launcher = _launcher(arguments, timeout)
     try:
         measurement = launcher.measure(recipe, ranks=ranks)
         if measurement.can_be_explained:
@@ -128,6 +135,27 @@ def _measure(arguments: argparse.Namespace) -> int:
     if arguments.json is not None:
         _write(arguments.json, json.dumps(measurement.to_json(), indent=1) + "\n")
     return 0 if measurement.failure is None else 1
+
+
+def _launcher(arguments: argparse.Namespace, timeout: float) -> Launcher:
+    """On the virtual GPU, or on the real ones, that the arguments of `mbmem measure` name."""
+    from .measure import launch
+    from .virtual_gpu.gpus import load_gpus
+
+    if not arguments.gpu:
+        if arguments.mode is not None:
+            raise UserError("--mode: on a virtual GPU every rank is measured alone; it is for --gpu")
+        gpu = choose_gpu(arguments.virtual_gpu or DEFAULT_GPU, arguments.gpus, "--virtual-gpu")
+        return launch.Launcher(gpu, timeout=timeout)
+    if arguments.virtual_gpu is not None:
+        raise UserError("--virtual-gpu: with --gpu the virtual twin is of the real GPU; leave one out")
+    from .measure.gpu_launch import GpuLauncher
+    from .measure.nvml import machine
+
+    mode = arguments.mode or "auto"
+    if mode not in RANKS_MODES:
+        raise UserError(f"--mode: {mode!r} is not one of {', '.join(RANKS_MODES)}")
+    return GpuLauncher(machine(), load_gpus(arguments.gpus), timeout=timeout, mode=cast("RanksMode", mode))
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -69,12 +69,6 @@ class Leftovers:
             grown["this test itself"] = more
         return f"the pytest process itself holds {format_bytes(held)} of GPU memory; {_since(grown)}"
 
-    def note(self) -> str | None:
-        """What a reader should know where `check` finds nothing: a CUDA context alone falsifies no figure."""
-        if _cuda() is None:
-            return None
-        return "an earlier test began to use CUDA in the pytest process, whose context stays on the GPU beside this run"
-
     # Hooks ------------------------------------------------------------------------------------------------------------
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
 import yaml  # noqa: F401 (loaded once: pytester forgets what it imports, PyYAML's C half does not)
+from gpu_stand_ins import share_server, stand_ins
 
-from pytest_mbmem.measure import gpu_launch, host, launch
-from pytest_mbmem.measure.gpu_launch import GpuLauncher
+from pytest_mbmem.measure import host, launch
 from pytest_mbmem.measure.host import HostLauncher
 from pytest_mbmem.measure.launch import Launcher
-from pytest_mbmem.measure.workers import CallResult
 from pytest_mbmem.recipe import Model, Parallelism, Recipe, Training
 from pytest_mbmem.virtual_gpu import build
 from pytest_mbmem.virtual_gpu.gpus import load_gpus
@@ -100,24 +97,6 @@ def gpu_project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, laun
     share_server(monkeypatch, launcher)
     stand_ins(monkeypatch, gpu="l4-24gb", count=2, elapsed_ms=[500, 100])
     return pytester
-
-
-def share_server(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
-    """Have every `GpuLauncher` and its twin make their calls in forks of the launcher's server."""
-
-    def answers(own: GpuLauncher, requests: Sequence[dict[str, Any]], jobs: int) -> list[CallResult]:
-        seen = {name: value for name, value in own.command_environment().items() if name.startswith("MBMEM_")}
-        requests = [{**request, "environment": {**seen, **request["environment"]}} for request in requests]
-        return launcher._answers(requests, jobs)
-
-    monkeypatch.setattr(GpuLauncher, "_answers", answers)
-    monkeypatch.setattr(gpu_launch, "Launcher", lambda gpu, *, timeout: launcher.on(gpu))
-    monkeypatch.setattr(launcher, "close", lambda: None)  # at the end of a session in there
-
-
-def stand_ins(monkeypatch: pytest.MonkeyPatch, **description: object) -> None:
-    """Describe the GPUs that stand in for real ones (see virtual_gpu/stand_in.py)."""
-    monkeypatch.setenv("MBMEM_TEST_STAND_INS", json.dumps(description))
 
 
 @pytest.fixture

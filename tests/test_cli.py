@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu_stand_ins import share_server, stand_ins
 from made_snapshots import small, write
 
 from pytest_mbmem.cli import main
@@ -232,3 +233,47 @@ def test_replay_says_whether_it_would_have_fitted(
     assert main(["replay", str(file), "--virtual-gpu", "l4-24gb"]) == 0
     assert main(["replay", str(file), "--alloc-conf", "nonsense:1"]) == 2
     assert capsys.readouterr().err.startswith("mbmem: error: --alloc-conf: 'nonsense:1': PyTorch refuses")
+
+
+# Real GPUs ------------------------------------------------------------------------------------------------------------
+
+
+def test_measure_on_real_gpus(
+    launcher: Launcher,
+    recipe_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    share_server(monkeypatch, launcher)
+    stand_ins(monkeypatch, gpu="l4-24gb", elapsed_ms=[500, 100])
+    file = tmp_path / "real.json"
+    assert main(["measure", str(recipe_file), "--gpu", "--json", str(file)]) == 0
+    output = capsys.readouterr().out
+    assert "device: stand-in-nvidia-l4-22gib, stand-in NVIDIA L4" in output
+    assert "virtual against real (virtual-stand-in-nvidia-l4-22gib):" in output
+    assert "a step takes 100.00 ms" in output
+    assert Measurement.load(file).mode == "joint"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--mode", "joint"], "--mode: on a virtual GPU every rank is measured alone; it is for --gpu"),
+        (["--gpu", "--mode", "some"], "--mode: 'some' is not one of auto, joint, solo"),
+        (["--gpu", "--virtual-gpu", "l4-24gb"], "--virtual-gpu: with --gpu the virtual twin is of the real GPU"),
+        (["--gpu", "--mode", "joint"], "too few GPUs: the recipe's job has 2 ranks, and 1 stand-in NVIDIA L4"),
+    ],
+)
+def test_measure_refuses_what_is_impossible_on_real_gpus(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    stand_ins(monkeypatch, gpu="l4-24gb")
+    file = tmp_path / "two.yaml"
+    file.write_text("model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4}\nparallelism: {tp: 2}\n")
+    assert main(["measure", str(file), *arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -32,7 +32,7 @@ def said(request):
     "Notes what the check says, by the name of the test."
     def check():
         left = request.config.stash[LEFTOVERS]
-        notes[request.node.name] = {"check": left.check(), "note": left.note(), "grown": dict(left.grown)}
+        notes[request.node.name] = {"check": left.check(), "grown": dict(left.grown)}
     notes = request.config.stash.setdefault(NOTES, {})
     return check
 
@@ -167,9 +167,7 @@ def test_18_after_them(said):
 """
     found = said(pytester, monkeypatch, launcher, tests, failed=4, passed=12, errors=2, xfailed=1)
     nothing: dict[str, object] = {"check": None, "grown": {}}
-    context = "an earlier test began to use CUDA in the pytest process, whose context stays on the GPU beside this run"
-    assert found.pop("test_01_nothing_yet") == {**nothing, "note": None}
-    assert {answer["note"] for answer in found.values()} == {context}
+    assert found.pop("test_01_nothing_yet") == nothing
     for name in (
         "04_after_failures",
         "07_after_a_workspace_and_a_cycle",
@@ -356,7 +354,7 @@ def test_a_generator_that_failed_lets_go(tensors: list[weakref.ref[Tensor]]) -> 
 def test_without_torch_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     plugin = Leftovers()
-    assert (leftovers.allocated(), leftovers.reserved(), plugin.check(), plugin.note()) == (0, 0, None, None)
+    assert (leftovers.allocated(), leftovers.reserved(), plugin.check()) == (0, 0, None)
     assert "torch" not in sys.modules
 
 

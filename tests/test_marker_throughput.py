@@ -320,11 +320,14 @@ def test_on_a_virtual_gpu_a_minimum_with_a_baselines_tolerance_gates_the_counts(
     result = project.runpytest()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["MISSING: counted FLOPs of a step have no baseline on virtual-h100-80gb"])
+    result.stdout.fnmatch_lines(["To record it:", "  pytest test_it.py::test_x --mbmem-update=new"])
     project.runpytest("--mbmem-update=new").assert_outcomes(passed=1)
     assert set(figures(project, "virtual-h100-80gb")) == {"counted-flops", "collective-bytes", "moved-bytes"}
-    result = project.runpytest()
+    result = project.runpytest("--junitxml=r.xml")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*::test_x counted-flops * +0.00% * pass"])
+    properties = {p.get("name"): p.get("value") for p in ElementTree.parse("r.xml").iter("property")}
+    assert properties["mbmem_throughput_measured@counted-flops"] == "1000"
 
 
 def test_of_markers_that_gate_the_same_counts_the_closest_one_decides(project: pytest.Pytester) -> None:

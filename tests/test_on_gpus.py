@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import stand_ins
+from gpu_stand_ins import stand_ins
 
 MEASURES = """\
 import pytest

@@ -232,7 +232,7 @@ class GpuLauncher(Launcher):
             raise TooFewGpus(
                 f"the recipe's job has {recipe.world_size} ranks, and {there} "
                 + ("processes were started by torchrun" if self.torchrun else f"{self.gpus[0].name} can be used here")
-                + "; --mbmem-ranks=solo measures them one at a time"
+                + "; solo ranks are measured one at a time"
             )
         split = recipe.parallelism
         if recipe.model.moe is not None and (split.ep > 1 or split.tp > 1):

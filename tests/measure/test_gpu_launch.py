@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from conftest import share_server, stand_ins
+from gpu_stand_ins import share_server, stand_ins
 
 from pytest_mbmem.errors import TooFewGpus, UserError
 from pytest_mbmem.measure import foreign, gpu_launch
