@@ -36,7 +36,7 @@ from .files import write_atomically
 from .measurement import Measurement
 from .recipe import Recipe
 from .report.results import Measured
-from .snapshots import run_again, unique_name
+from .snapshots import Again, run_again, unique_name
 
 if TYPE_CHECKING:
     from .session import Run, TestRecord
@@ -175,18 +175,15 @@ class Artifacts:
         yield from self._run_again(measurement, sorted(ranks), folder)
 
     def _run_again(self, measurement: Measurement, ranks: Sequence[int], folder: Path) -> Iterator[str]:
-        from .measure.gpu_launch import GpuLauncher
-
-        launcher, suffix = self._run.launcher, ""
-        if isinstance(launcher, GpuLauncher) and measurement.mode == "joint":
+        again = Again.on(self._run.launcher, self._run.launcher, measurement)
+        if again.is_virtual:
             yield (
                 "no memory snapshot of a joint rank, which cannot run again alone; rankN-virtual.pickle is of the same "
                 "rank on the virtual twin"
             )
-            launcher, suffix = launcher.twin, "-virtual"
-        files = {rank: folder / f"rank{rank}{suffix}.pickle" for rank in ranks}
+        files = {rank: folder / f"rank{rank}{again.suffix}.pickle" for rank in ranks}
         try:
-            problems = run_again(measurement, files, launcher) if files else {}
+            problems = run_again(measurement, files, again.launcher) if files else {}
         except UserError as error:
             problems = dict.fromkeys(files, str(error))
         for rank, problem in problems.items():

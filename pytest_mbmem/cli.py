@@ -11,14 +11,13 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from .errors import TooFewGpus, UserError
+from .errors import MeasurementFailed, TooFewGpus, UserError
 from .files import write_report
-from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, RANKS_MODES, choose_gpu, seconds
+from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, choose_gpu, choose_ranks_mode, seconds
 
 if TYPE_CHECKING:
-    from .measure.gpu_launch import RanksMode
     from .measure.launch import Launcher
     from .measure.ranks import Ranks
 
@@ -34,6 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UserError, TooFewGpus) as error:
         print(f"mbmem: error: {error}", file=sys.stderr)
         return 2
+    except MeasurementFailed as error:
+        print(f"mbmem: error: {error}", file=sys.stderr)
+        return 1
     except BrokenPipeError:  # `mbmem ... | head`; what is left must not be written at exit either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -152,10 +154,8 @@ def _launcher(arguments: argparse.Namespace, timeout: float) -> Launcher:
     from .measure.gpu_launch import GpuLauncher
     from .measure.nvml import machine
 
-    mode = arguments.mode or "auto"
-    if mode not in RANKS_MODES:
-        raise UserError(f"--mode: {mode!r} is not one of {', '.join(RANKS_MODES)}")
-    return GpuLauncher(machine(), load_gpus(arguments.gpus), timeout=timeout, mode=cast("RanksMode", mode))
+    mode = choose_ranks_mode(arguments.mode or "auto", "--mode")
+    return GpuLauncher(machine(), load_gpus(arguments.gpus), timeout=timeout, mode=mode)
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -23,6 +23,10 @@ class Refused(MeasurementFailed):
     """Megatron Core or PyTorch does not take the recipe's settings; the message is theirs."""
 
 
+class CannotRunSolo(MeasurementFailed):
+    """Solo ranks were asked for, and the recipe's ranks cannot be measured one at a time."""
+
+
 class NoEffect(MeasurementFailed):
     """A memory setting that was asked for changed nothing on any measured rank."""
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from _pytest._io import TerminalWriter
 
-from .errors import UserError
+from .errors import MeasurementFailed, UserError
 from .measurement import Device, Failure, FailureKind, Measurement, RankMeasurement
 
 if TYPE_CHECKING:
@@ -84,6 +84,7 @@ class Worker:
         self.models: list[LiveModel] = []
         self.warnings: list[dict[str, Any]] = []
         self.snapshot: dict[str, Any] | None = None  # of the allocator's history, when the test's body is through
+        self.snapshot_rank = 0  # whose it is
         self.snapshots_folder = snapshots_folder
         self.interruption: str | None = None
         self.errors: list[str] = []
@@ -176,10 +177,12 @@ class Worker:
     def gathered(self, measurement: Measurement, torchrun: Torchrun, nodeid: str, timeout: float) -> Measurement:
         """This test's measurement with the ranks that the other processes of a torchrun measured in it.
 
-        Raises `UserError` if one of them gives none within `timeout` seconds.
+        It is joint, unless recipes were built: each process builds its rank alone. Raises `UserError` if one of them
+        gives none in time. `timeout` is that of this worker, in seconds.
         """
         from .measure import peers
 
+        timeout *= 0.8  # this worker has no more than the whole, the test's own time included
         times = peers.times_here(torchrun.job(nodeid, timeout), torchrun.rank)
         job = torchrun.job(f"{nodeid}#{times}", timeout)
         failed = measurement.failure is not None
@@ -197,7 +200,7 @@ class Worker:
             world_size=max(measurement.world_size, torchrun.world_size),
             notes=tuple(dict.fromkeys(note for other in all_of_them for note in other.notes)),
             failure=next((other.failure for other in all_of_them if other.failure is not None), None),
-            mode="joint",
+            mode="solo" if self.built else "joint",
         )
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -274,7 +277,7 @@ class Watch:
                 "there, so a size that depends on one is too small",
             )
         results = self._watch.results()
-        worker.snapshot = self._watch.snapshot
+        worker.snapshot, worker.snapshot_rank = self._watch.snapshot, place["rank"]
         if error is not None:
             fields["failure"] = self._failure(error, place["rank"])
         return Measurement(
@@ -335,7 +338,7 @@ def run_in_worker(measuring: Run, item: pytest.Item, nextitem: pytest.Item | Non
     options = _inherited_options(item.config)
     try:
         reports = _reports(measuring, item, options)
-    except UserError as error:
+    except (UserError, MeasurementFailed) as error:
         reports = [_failed(item, str(error))]
     finally:
         _clean_up(item.config, options)
@@ -365,7 +368,8 @@ def _reports(measuring: Run, item: pytest.Item, options: dict[str, Any]) -> list
     if _wants_debugger(config):
         value, output, message = _with_terminal(measuring, config, arguments, folder)
     else:
-        result = measuring.launcher.call("pytest_mbmem.item:run", arguments, cwd=folder)
+        environment = _of_torchrun(measuring)
+        result = measuring.launcher.call("pytest_mbmem.item:run", arguments, environment=environment, cwd=folder)
         value, output, message = result.value, result.output, result.message
         if config.getoption("capture", "no") == "no":
             print(output, end="", flush=True)
@@ -389,6 +393,16 @@ def _reports(measuring: Run, item: pytest.Item, options: dict[str, Any]) -> list
         whole = WholeTest(output, value is not None, _artifact(options), why)
         measuring.artifacts.of_worker(item, reports, whole)
     return reports
+
+
+def _of_torchrun(measuring: Run) -> dict[str, str]:
+    """What a whole test sees otherwise than the process of torchrun that it comes from: of all GPUs it has one.
+
+    The store is torchrun's in all tests, and what one left there is there for the next. torch.distributed takes the
+    keys of its first process group for those of another test's, so only one test of a session can make that group by
+    the variables alone; others give `init_process_group` a store of their own, a `PrefixStore` say.
+    """
+    return {"LOCAL_RANK": "0"} if measuring.options.torchrun is not None else {}
 
 
 def _explain(measuring: Run, report: Any, file: Path, history: int | str) -> None:
@@ -459,6 +473,8 @@ def _with_terminal(
     measuring: Run, config: pytest.Config, arguments: dict[str, Any], folder: Path
 ) -> tuple[dict[str, Any] | None, str, str]:
     """For --pdb and --trace: a process of its own that has the terminal, instead of a fork of the server."""
+    from .measure.gpu_launch import GpuLauncher
+
     capture = config.pluginmanager.getplugin("capturemanager")
     with contextlib.ExitStack() as stack:
         file = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "call.pickle"
@@ -469,8 +485,11 @@ def _with_terminal(
         command = [sys.executable, "-m", "pytest_mbmem.item", str(file)]
         environment = {
             **measuring.launcher.command_environment(),
+            **_of_torchrun(measuring),
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
+        if isinstance(measuring.launcher, GpuLauncher):
+            environment |= stack.enter_context(measuring.launcher.one_gpu())
         code = subprocess.run(command, env=environment, cwd=folder, check=False).returncode
         value = pickle.loads(file.read_bytes())
         if "reports" in value:

@@ -61,7 +61,7 @@ FailureKind = Literal[
 ]
 """Lost peer: ended because another rank of its job did. Disturbed: something else used the GPU, so no figure can be
 trusted. Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed
-nothing. Not finite, skipped step: of a host run, whose numbers are real."""
+nothing. Not finite, skipped step: of runs whose numbers are real."""
 
 Mode = Literal["solo", "joint"]
 """Solo: each rank alone, and nobody answers its collectives. Joint: all ranks of the job at once, as in training."""
@@ -157,8 +157,8 @@ class RankMeasurement:
     segments: int | None = None  # that the caching allocator held at most at a time
     outside: Mapping[str, int] = field(default_factory=dict)  # bytes of the device beside PyTorch's (see `outside`)
     # What only a real GPU has:
-    device_used: int | None = None  # bytes that NVML says are gone at most, since before the rank's process began
-    cold_step: float | None = None  # seconds of the first step
+    device_used: int | None = None  # most bytes that NVML says are gone since before the process began, between phases
+    cold_step: float | None = None  # seconds of the first step, which is recorded as well (see measure.recording)
     step_times: tuple[float, ...] = ()  # seconds of each timed step, after warm-up
     model_flops: int | None = None  # as `flops_per_step`, without what recompute repeats
     losses: tuple[float | None, ...] = ()  # mean of each step on the rank that has it; None: not finite

@@ -6,7 +6,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .errors import UserError
 
@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 DEFAULT_GPU = "h100-80gb"
 DEFAULT_TIMEOUT = 600.0
 UPDATE_MODES = ("new", "changed", "all")
-RANKS_MODES = ("auto", "joint", "solo")
+
+RanksMode = Literal["auto", "joint", "solo"]
+"""How ranks are measured on real GPUs: all of a job at once, one at a time, or at once if there are GPUs enough."""
+
+RANKS_MODES: tuple[RanksMode, ...] = get_args(RanksMode)
 
 _INI_KEYS = {
     "mbmem_virtual_gpu": f"name of the virtual GPU (default: {DEFAULT_GPU})",
@@ -85,7 +89,7 @@ class Options:
     artifacts: Path | None  # the same
     timeout: float
     machine: Machine | None  # with --mbmem-gpu: what measures
-    ranks: str  # "joint", "solo" or "auto"
+    ranks: RanksMode
     require_gpus: bool
     torchrun: Torchrun | None  # the processes that run these tests together
     host: bool  # recipes run on the CPU, and memory is neither measured nor judged
@@ -108,7 +112,7 @@ class Options:
         ranks, require_gpus = given.ranks(real=real, host=host), bool(config.getoption("mbmem_require_gpus"))
         if require_gpus and not real:
             raise UserError("--mbmem-require-gpus: without --mbmem-gpu no GPU is needed")
-        torchrun = _torchrun(config)
+        torchrun = _torchrun(config) if real else None
         gpu_name, gpu_source = given.text("virtual_gpu", DEFAULT_GPU)
         if real and gpu_source == "--mbmem-virtual-gpu" and given.option("virtual_gpu") is not None:
             raise UserError("--mbmem-virtual-gpu: with --mbmem-gpu the virtual twin is of the real GPU; leave one out")
@@ -145,7 +149,7 @@ class Options:
         if gpu_name != DEFAULT_GPU or gpus_file is not None:  # only then is there something to check
             choose_gpu(gpu_name, gpus_file, gpu_source)
         if torchrun is not None and torchrun.rank > 0:  # the first one reports and writes
-            return replace(options, json=None, html=None, artifacts=None)
+            return replace(options, json=None, html=None, snapshots=None, artifacts=None)
         return options
 
     @property
@@ -174,6 +178,14 @@ def choose_gpu(name: str, extra: Path | None, source: str) -> Gpu:
     if name not in gpus:
         raise UserError(f"{source}: there is no virtual GPU {name!r}; known are {', '.join(gpus)}")
     return gpus[name]
+
+
+def choose_ranks_mode(value: str, source: str) -> RanksMode:
+    """How ranks are measured. Raises `UserError` listing what is allowed."""
+    for mode in RANKS_MODES:
+        if value == mode:
+            return mode
+    raise UserError(f"{source}: {value!r} is not one of {', '.join(RANKS_MODES)}")
 
 
 class _Given:
@@ -234,10 +246,9 @@ class _Given:
             raise UserError(f"{source}: {path} cannot be written")
         return path
 
-    def ranks(self, *, real: bool, host: bool) -> str:
-        mode, source = self.text("ranks", "auto")
-        if mode not in RANKS_MODES:
-            raise UserError(f"{source}: {mode!r} is not one of {', '.join(RANKS_MODES)}")
+    def ranks(self, *, real: bool, host: bool) -> RanksMode:
+        value, source = self.text("ranks", "auto")
+        mode = choose_ranks_mode(value, source)
         if host and mode == "solo":
             raise UserError(f"{source}: solo: with --mbmem-host all ranks of a job run together")
         if self.option("ranks") is not None and not real and not host:

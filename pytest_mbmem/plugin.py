@@ -36,7 +36,7 @@ _MARKER_HELP = (
 _SAVING_MARKER_HELP = (
     f"{SAVING_MARKER}(control, *, at_least=None, max_slowdown=None, metric=None, phase=None, settings=None): "
     'fail when peak GPU memory is not at_least ("1 GiB", "5%") below that of the control (a recipe, or the settings '
-    'that it has instead), or when a step has more than max_slowdown ("7%") extra FLOPs'
+    'that it has instead), or when a step is more than max_slowdown ("7%") longer (virtual: in FLOPs)'
 )
 
 _FITS_MARKER_HELP = (

@@ -6,7 +6,7 @@ Knows neither pytest nor torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,6 +17,7 @@ from .errors import UserError
 from .gates import GatedMetric, figure_arguments, marker_arguments
 from .measurement import Measurement, read_plain
 from .recipe import DEPENDENTS, Recipe, setting_names
+from .throughput import Throughput, format_ns, untimed
 from .units import format_bytes, format_fraction, parse_bytes, parse_fraction
 from .validation import did_you_mean, show
 
@@ -263,6 +264,29 @@ def judge_failed(rule: SavingRule, candidate: Measurement) -> SavingJudgement:
     return SavingJudgement(verdicts.get(failure.kind, "invalid"), rule, None, (note,))
 
 
+def step_times(comparison: Comparison) -> tuple[Throughput, Throughput] | None:
+    """What a step of the control and of the candidate takes on a real GPU; None where one of them was not timed."""
+    before, after = Throughput.of(comparison.control), Throughput.of(comparison.candidate)
+    return None if before is None or after is None else (before, after)
+
+
+def _by_time(
+    allowed: float, comparison: Comparison, judgement: Callable[..., SavingJudgement], notes: Sequence[str]
+) -> SavingJudgement:
+    times = step_times(comparison)
+    if times is None:
+        why = untimed(comparison.control) or untimed(comparison.candidate)
+        return judgement("invalid", f"max_slowdown cannot be judged: {why}", *notes)
+    before, after = times
+    spread = max(before.spread, after.spread)
+    text = (
+        f"a step takes {format_ns(after.step)} and the control's {format_ns(before.step)}, spread {format_ns(spread)}"
+    )
+    longer = after.step - before.step
+    too_slow = longer > Fraction(repr(allowed)) * before.step and longer > spread
+    return judgement("too slow" if too_slow else "pass", text, *notes)
+
+
 def judge_saving(rule: SavingRule, comparison: Comparison) -> SavingJudgement:
     """Judge what the worst rank saves against what the rule asks for.
 
@@ -271,9 +295,10 @@ def judge_saving(rule: SavingRule, comparison: Comparison) -> SavingJudgement:
     effect", "costs more", "saves too little"); it slows down more than allowed ("too slow"). With `at_least`, a saving
     that reaches it passes, however small it is. Raises `UserError` if the rule's phase selects nothing.
 
-    `max_slowdown` is judged by FLOPs alone, and a note says so where more bytes are communicated or moved. Where these
-    are all that a step costs, because its FLOPs stay the same (offload, re-gathering), it is "invalid": FLOPs would let
-    any slowdown pass.
+    On a real GPU `max_slowdown` is judged by the times of steps (see `step_times`): the candidate's must exceed the
+    control's by more than that and by more than the spread of either. On a virtual one it is judged by FLOPs alone, and
+    a note says so where more bytes are communicated or moved. Where these are all that a step costs, because its FLOPs
+    stay the same (offload, re-gathering), it is "invalid": FLOPs would let any slowdown pass.
     """
 
     def judgement(verdict: SavingVerdict, *notes: str) -> SavingJudgement:
@@ -296,6 +321,8 @@ def judge_saving(rule: SavingRule, comparison: Comparison) -> SavingJudgement:
     elif needed <= comparison.slack:
         slack = format_bytes(comparison.slack)
         notes.append(f"at_least is no more than {slack}, which another order of allocations alone can save or cost")
+    if rule.max_slowdown is not None and not comparison.candidate.device.virtual:
+        return _by_time(rule.max_slowdown, comparison, judgement, notes)
     if rule.max_slowdown is not None:
         extra, before = comparison.extra.flops, comparison.control.flops_per_step
         if extra is None or not before:

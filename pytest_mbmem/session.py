@@ -162,13 +162,13 @@ class Run:
                 self.options.machine,
                 self.gpus,
                 timeout=self.options.timeout,
-                mode=self.options.ranks,  # type: ignore[arg-type]
+                mode=self.options.ranks,
                 torchrun=self.options.torchrun,
                 occupied=self.leftovers.check,
             )
         else:
             launcher = launch.Launcher(self.options.gpu, timeout=self.options.timeout)
-        self.config.add_cleanup(getattr(launcher, "leave", launcher.close))
+        self.config.add_cleanup(launcher.leave)
         return launcher
 
     @cached_property
@@ -618,8 +618,11 @@ class Run:
                     texts.append(failure_text(item.nodeid, measured, judgement, to_paste))
         return texts
 
-    def judge_savings(self, item: pytest.Item, plan: Plan) -> list[str]:
-        """Measure the controls of the test's memory_saving markers and judge by them, as `judge` does by its gates."""
+    def judge_savings(self, item: pytest.Item, plan: Plan) -> list[str | TooFewGpus]:
+        """Measure the controls of the test's memory_saving markers and judge by them, as `judge` does by its gates.
+
+        A control that needs more GPUs than there are is among what is returned.
+        """
         if not plan.savings:
             return []
         from .report.comparisons import saving_failure_text
@@ -631,13 +634,16 @@ class Run:
             ]
         if self.options.host:
             return []
-        texts = []
+        texts: list[str | TooFewGpus] = []
         for one in measured:
             for gate in plan.savings:
                 try:
                     saving = self.comparing.judge(item, one, gate)
-                except UserError as error:
+                except (UserError, MeasurementFailed) as error:
                     texts.append(str(error))
+                    continue
+                except TooFewGpus as error:
+                    texts.append(error)
                     continue
                 if not saving.passed:
                     one.measurement = self._explained(one.measurement)
@@ -870,12 +876,14 @@ class MeasuringTests:
         # Growth has a recording of its own, and the allocator has one history.
         watch = self.run.worker.watch(record=plan.growth is None) if self.run.worker is not None else None
         body = self.run.worker.watch_growth() if self.run.worker is not None and plan.growth is not None else None
+        result: object = None
+        found: list[str | TooFewGpus] = []
         try:
             result = yield
         except NotOnHost as error:
             pytest.skip(str(error))
         except TooFewGpus as error:
-            self._too_few_gpus(error)
+            found.append(error)
         except (Exception, pytest.fail.Exception) as error:
             if body is not None:
                 body.close()
@@ -883,29 +891,32 @@ class MeasuringTests:
                 self._judge(item, plan, watch, error)
             item.stash[RECORD].withdraw()
             raise
-        texts: list[str] = []
+        record = item.stash.setdefault(RECORD, TestRecord())
         try:
-            texts += self._judge(item, plan, watch)
-            texts += self.run.judge_savings(item, plan)
-            texts += self.run.judge_fits(item, plan)
-            texts += self.run.judge_throughput(item, plan)
-            texts += self.run.judge_growth(item, plan, body)
-        except TooFewGpus as error:
-            self._too_few_gpus(error)
-        except UserError as error:
-            texts.append(str(error))
+            if not found or record.measured:
+                found += self._judge(item, plan, watch)
+                found += self.run.judge_savings(item, plan)
+                found += self.run.judge_fits(item, plan)
+                found += self.run.judge_throughput(item, plan)
+                found += self.run.judge_growth(item, plan, body)
+        except (UserError, MeasurementFailed) as error:
+            found.append(str(error))
         finally:
             if body is not None:
                 body.close()
-        if texts:
-            item.stash[RECORD].withdraw()
-            pytest.fail("\n\n".join(texts), pytrace=False)
+        if found:
+            record.withdraw()
+            self._end(found)
         return result
 
-    def _too_few_gpus(self, error: TooFewGpus) -> NoReturn:
-        if self.run.options.require_gpus:
-            pytest.fail(f"--mbmem-require-gpus: {error}", pytrace=False)
-        pytest.skip(str(error))
+    def _end(self, found: Sequence[str | TooFewGpus]) -> NoReturn:
+        """Fail the test for what was found; skip it if nothing but GPUs is lacking."""
+        lacking = [one for one in found if isinstance(one, TooFewGpus)]
+        if len(lacking) == len(found) and not self.run.options.require_gpus:
+            pytest.skip(str(lacking[0]))
+        require = "--mbmem-require-gpus: " if self.run.options.require_gpus else ""
+        texts = [one if isinstance(one, str) else f"{require}{one}" for one in found]
+        pytest.fail("\n\n".join(dict.fromkeys(texts)), pytrace=False)
 
     def _judge(
         self, item: pytest.Item, plan: Plan, watch: Watch | None, error: BaseException | None = None

@@ -33,12 +33,35 @@ _OF_MEMORY = ("regression", "out of memory", "fragmented")
 _LONGEST_NAME = 120
 
 
+class Again(NamedTuple):
+    """How a rank runs once more for its snapshot."""
+
+    launcher: Launcher
+    is_virtual: bool  # while what was measured is of a real GPU
+
+    @classmethod
+    def on(cls, launcher: Launcher, session: Launcher, measurement: Measurement) -> Again:
+        """On the launcher's device. Of a session on real GPUs, a joint rank cannot run again alone: its twin does."""
+        from .measure.gpu_launch import GpuLauncher
+
+        if not isinstance(session, GpuLauncher):
+            return cls(launcher, is_virtual=False)
+        if launcher is session and measurement.mode == "joint":
+            return cls(session.twin, is_virtual=True)
+        return cls(launcher, is_virtual=launcher is not session)
+
+    @property
+    def suffix(self) -> str:
+        """Of the file's name."""
+        return "-virtual" if self.is_virtual else ""
+
+
 class _Failed(NamedTuple):
     """What failed a gate."""
 
     measured: Measured
     rank: int
-    launcher: Launcher | None  # None: in a worker, which has run it itself
+    again: Again | None  # None: in a worker, which has run it itself
 
 
 class Snapshots:
@@ -69,19 +92,27 @@ class Snapshots:
         folder, worker = self._run.options.snapshots, self._run.worker
         if folder is None or not measurement.ranks or (worker is not None and worker.snapshot is None):
             return
-        files = {rank.rank: folder / _file_name(name, rank.rank) for rank in measurement.ranks}
-        problems = self._write(measurement, files, None if worker is not None else self._run.launcher)
+        again = self._again(measurement)
+        ranks = [worker.snapshot_rank] if worker is not None else [rank.rank for rank in measurement.ranks]
+        files = {rank: folder / _file_name(name, rank, again) for rank in ranks}
+        problems = self._write(measurement, files, again)
         if problems:
             raise UserError(f"--mbmem-snapshots: {'; '.join(problems.values())}")
 
     def with_note(self, measurement: Measurement) -> Measurement:
         """A whole test's measurement; with --mbmem-snapshots, it notes where the test has no snapshot."""
         worker = self._run.worker
-        if self._run.options.snapshots is None or worker is None or worker.snapshot is not None:
+        if self._run.options.snapshots is None or worker is None:
             return measurement
-        note = "--mbmem-snapshots: none of this test, as PyTorch's allocator did not record its history"
-        why = "no_memory_growth has a recording of its own, and a torch before 2.14 cannot"
-        return replace(measurement, notes=(*measurement.notes, f"{note} ({why})"))
+        if worker.snapshot is None:
+            why = "as PyTorch's allocator did not record its history"
+            others = "no_memory_growth has a recording of its own, and a torch before 2.14 cannot"
+            note = f"none of this test, {why} ({others})"
+        elif self._run.options.torchrun is not None:
+            note = f"of rank {worker.snapshot_rank} alone, as others ran in other processes of torchrun"
+        else:
+            return measurement
+        return replace(measurement, notes=(*measurement.notes, f"--mbmem-snapshots: {note}"))
 
     def of_failure(self, item: pytest.Item, measured: Sequence[Measured], error: BaseException) -> str:
         """Write those of the gates that failed a test, and say where they are; empty if no gate of memory did."""
@@ -91,7 +122,10 @@ class Snapshots:
             return f"no memory snapshot: {problem}"
 
     def _of_failure(self, item: pytest.Item, measured: Sequence[Measured], error: BaseException) -> str:
-        failed = [] if self._run.options.host else list(self._failed(measured, error))
+        torchrun = self._run.options.torchrun
+        if self._run.options.host or (torchrun is not None and torchrun.rank > 0):
+            return ""
+        failed = list(self._failed(measured, error))
         if not failed:
             return ""
         folder = self.folder_of_failures
@@ -99,21 +133,21 @@ class Snapshots:
             return "no memory snapshot: pytest runs without its cache; name a folder with --mbmem-snapshots DIR"
         lines = []
         for one in failed:
-            file = folder / _file_name(measurement_name(item, measured, one.measured), one.rank)
+            measurement = one.measured.measurement
+            file = folder / _file_name(measurement_name(item, measured, one.measured), one.rank, one.again)
             problem = None
-            if file not in self._written or one.launcher not in (None, self._run.launcher):
-                problem = self._write(one.measured.measurement, {one.rank: file}, one.launcher).get(one.rank)
+            if file not in self._written or one.again not in (None, self._again(measurement)):
+                problem = self._write(measurement, {one.rank: file}, one.again).get(one.rank)
             shown = os.path.relpath(file) if file.is_relative_to(Path.cwd()) else str(file)
-            lines.append(
-                f"no memory snapshot: {problem}" if problem else f"memory snapshot of rank {one.rank}: {shown}"
-            )
+            of = f"rank {one.rank}" + (" on a virtual GPU" if one.again is not None and one.again.is_virtual else "")
+            lines.append(f"no memory snapshot: {problem}" if problem else f"memory snapshot of {of}: {shown}")
             if not problem:
                 lines.append(f"  mbmem snapshot {shlex.quote(shown)}")
         return "\n".join(lines)
 
     def _failed(self, measured: Sequence[Measured], error: BaseException) -> Iterator[_Failed]:
-        own = None if self._run.worker is not None else self._run.launcher
         for one in measured:
+            own = self._again(one.measurement)
             judgements = [j.judgement for j in one.judged if not j.passed] + [*one.fragmentations]
             ranks = [j.rank for j in judgements if j.verdict in _OF_MEMORY and j.rank is not None]
             failure = one.measurement.failure
@@ -125,14 +159,22 @@ class Snapshots:
             for fit in one.fits:
                 if fit.verdict not in ("starved", "out of memory") or fit.rank is None:
                     continue
-                gpu = self._run.gpus[fit.rule.gpu]
+                gpu = self._run.gpus.get(fit.rule.gpu, self._run.options.gpu)  # the latter is no virtual one's name
                 if fit.reserved is not None:  # it fits alone, and not beside the rest
                     gpu = replace(gpu, context_bytes=gpu.capacity - fit.room)
                 if gpu.usable > 0:
-                    yield _Failed(one, fit.rank, own and own.on(gpu))
+                    if own is not None:
+                        own = Again.on(self._run.launcher.on(gpu), self._run.launcher, one.measurement)
+                    yield _Failed(one, fit.rank, own)
                     break
 
-    def _write(self, measurement: Measurement, files: Mapping[int, Path], launcher: Launcher | None) -> dict[int, str]:
+    def _again(self, measurement: Measurement) -> Again | None:
+        """How a rank of it runs once more; None in a worker."""
+        if self._run.worker is not None:
+            return None
+        return Again.on(self._run.launcher, self._run.launcher, measurement)
+
+    def _write(self, measurement: Measurement, files: Mapping[int, Path], again: Again | None) -> dict[int, str]:
         """Write the snapshots of ranks into one folder. Returns the problem of each that could not be written."""
         folder = next(iter(files.values())).parent
         try:
@@ -141,18 +183,24 @@ class Snapshots:
                 (folder / ".gitignore").write_text("*\n", encoding="ascii")
         except OSError as error:
             return dict.fromkeys(files, f"{folder}: cannot be made ({error.strerror})")
-        problems = {rank: problem for rank, problem in self._problems(measurement, files, launcher).items() if problem}
+        problems = {rank: problem for rank, problem in self._problems(measurement, files, again).items() if problem}
         self._written |= {file for rank, file in files.items() if rank not in problems}
         return problems
 
     def _problems(
-        self, measurement: Measurement, files: Mapping[int, Path], launcher: Launcher | None
+        self, measurement: Measurement, files: Mapping[int, Path], again: Again | None
     ) -> dict[int, str | None]:
         """The same for each, None where there was none."""
-        if launcher is None:
-            assert self._run.worker is not None
-            return {rank: self._run.worker.leave_snapshot(file) for rank, file in files.items()}
-        return run_again(measurement, files, launcher)
+        if again is not None:
+            return run_again(measurement, files, again.launcher)
+        worker = self._run.worker
+        assert worker is not None
+        return {
+            rank: worker.leave_snapshot(file)
+            if rank == worker.snapshot_rank
+            else f"rank {rank} ran in another process of torchrun"
+            for rank, file in files.items()
+        }
 
 
 def run_again(measurement: Measurement, files: Mapping[int, Path], launcher: Launcher) -> dict[int, str | None]:
@@ -180,8 +228,8 @@ def measurement_name(item: pytest.Item, measured: Sequence[Measured], one: Measu
     return f"{item.nodeid.partition('::')[0]}::{one.key}" + (f" {number + 1}" if number else "")
 
 
-def _file_name(name: str, rank: int) -> str:
-    return f"{unique_name(name)}-rank{rank}.pickle"
+def _file_name(name: str, rank: int, again: Again | None = None) -> str:
+    return f"{unique_name(name)}-rank{rank}{again.suffix if again is not None else ''}.pickle"
 
 
 def unique_name(name: str) -> str:

@@ -95,6 +95,8 @@ class FakeLauncher:
     def close(self) -> None:
         pass
 
+    leave = close
+
 
 def _rank(number: int, peak: int, usable: int, costs: dict[str, Any]) -> RankMeasurement:
     reserved = min(2 * peak, usable)

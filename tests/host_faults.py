@@ -18,7 +18,8 @@ from megatron.core.tensor_parallel import random
 
 from pytest_mbmem.errors import UserError
 from pytest_mbmem.measure import host_worker
-from pytest_mbmem.megatron import host, lora, offload
+from pytest_mbmem.megatron import lora, offload
+from pytest_mbmem.megatron import model as megatron_model
 from pytest_mbmem.megatron.model import LiveModel
 
 
@@ -139,7 +140,7 @@ def records_no_outputs_on_rank_1(**arguments: Any) -> Any:
 
 def begins_with_megatrons_loss_scale(**arguments: Any) -> Any:
     """The scaled gradients of the first steps overflow fp16."""
-    host.LOSS_SCALE = 2.0**32
+    megatron_model.LOSS_SCALE = 2.0**32
     return host_worker.train(**arguments)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from typing import Any
 
 import pytest
 from gpu_stand_ins import stand_ins
+
+from pytest_mbmem.history.snapshot import read_snapshot
 
 MEASURES = """\
 import pytest
@@ -101,6 +104,52 @@ def test_too_few_gpus_are_a_visible_skip_or_a_failure(
     result.stdout.fnmatch_lines([f"--mbmem-require-gpus: {reason}"])
 
 
+NEEDS_TWO = """\
+import pytest
+
+@pytest.mark.peak_memory{limit}
+@pytest.mark.memory_saving({{"tp": 2}})
+def test_control(mbmem):
+    mbmem.measure("recipe.yaml")
+
+@pytest.mark.peak_memory{limit}
+def test_body(mbmem):
+    mbmem.measure("recipe.yaml")
+    mbmem.measure({{**RECIPE, "parallelism": {{"tp": 2}}}}, name="two")
+
+MODEL = {{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}}
+RECIPE = {{"model": MODEL, "training": {{"seq_length": 64}}}}
+"""
+
+
+def test_a_gate_that_failed_is_not_skipped_for_want_of_gpus(
+    gpu_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins(monkeypatch, gpu="l4-24gb", count=1)
+    gpu_project.makepyfile(NEEDS_TWO.format(limit='(limit="1 MiB")'))
+    result = gpu_project.runpytest("--mbmem-gpu", "--mbmem-ranks=joint")
+    result.assert_outcomes(failed=2)
+    assert result.stdout.str().count("\nREGRESSION: peak allocated is ") == 2
+    assert result.stdout.str().count("\ntoo few GPUs: the recipe's job has 2 ranks") == 2
+
+
+def test_what_is_skipped_for_want_of_gpus_gets_no_baseline(
+    gpu_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_ins(monkeypatch, gpu="l4-24gb", count=1)
+    gpu_project.makepyfile(NEEDS_TWO.format(limit=""))
+    result = gpu_project.runpytest("--mbmem-gpu", "--mbmem-ranks=joint", "--mbmem-update=new")
+    result.assert_outcomes(skipped=2)
+    assert not gpu_project.path.joinpath("baselines").exists()
+
+
+def test_solo_ranks_that_mean_nothing_are_a_failure(gpu_project: pytest.Pytester) -> None:
+    gpu_project.makepyfile(PAIR.replace('"tp"', '"ep"').replace("1000}", '1000, "moe": {"num_moe_experts": 4}}'))
+    result = gpu_project.runpytest("--mbmem-gpu", "--mbmem-ranks=solo")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["E *CannotRunSolo: solo ranks cannot know how many tokens *"])
+
+
 def test_a_disturbed_run_is_invalid(gpu_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     foreign = [{"device": 0, "pid": 4242, "bytes": "2 GiB", "after_launches": 100}]
     stand_ins(monkeypatch, gpu="l4-24gb", foreign=foreign)
@@ -138,6 +187,26 @@ def test_a_whole_test_runs_on_one_gpu(gpu_project: pytest.Pytester) -> None:
     result = gpu_project.runpytest("--mbmem-gpu")
     result.assert_outcomes(passed=1)
     result.stdout.fnmatch_lines(["*test_it *<= 1.00 GiB *4.00 MiB * pass"])
+
+
+def test_a_debugged_test_holds_the_one_gpu_that_it_sees(gpu_project: pytest.Pytester) -> None:
+    gpu_project.makepyfile(
+        """\
+        import pytest
+        import torch
+        from pytest_mbmem.errors import UserError
+        from pytest_mbmem.measure import gpu_locks, nvml
+
+        @pytest.mark.peak_memory(limit="1 GiB")
+        def test_it():
+            (gpu,) = nvml.machine().gpus
+            assert torch.cuda.device_count() == 1
+            with pytest.raises(UserError, match="is held by"), gpu_locks.held([gpu], 1, 0):
+                pass
+            torch.zeros(2**20, device="cuda")
+        """
+    )
+    gpu_project.runpytest("--mbmem-gpu", "--pdb").assert_outcomes(passed=1)
 
 
 def test_comparisons_and_growth_run_on_it_too(gpu_project: pytest.Pytester) -> None:
@@ -218,7 +287,12 @@ import torch
 
 @pytest.mark.peak_memory(limit="1 GiB")
 def test_whole():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.zeros((1 + int(os.environ["RANK"])) * 2**20, device="cuda")
+
+@pytest.mark.peak_memory(limit="1 GiB")
+def test_model(megatron_model):
+    megatron_model("recipe.yaml").train()
 
 @pytest.mark.peak_memory
 def test_recorded(mbmem):
@@ -235,15 +309,32 @@ def together(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_torchruns_processes_are_the_ranks(gpu_project: pytest.Pytester) -> None:
     gpu_project.makepyfile(TOGETHER)
-    result = together(gpu_project.path, "--mbmem-update=new", "--mbmem-json=out.json", "-s")
+    options = ("--mbmem-update=new", "--mbmem-json=out.json", "--mbmem-snapshots=snapshots", "-s")
+    result = together(gpu_project.path, *options)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert result.stdout.count("3 passed") == 1
+    assert result.stdout.count("4 passed") == 1
     assert "2 processes of torchrun" in result.stdout
     results = {test["id"]: test["measurements"][0]["measurement"] for test in _tests(gpu_project.path / "out.json")}
+    modes = {name.partition("::test_")[2]: measurement["mode"] for name, measurement in results.items()}
+    assert modes == {"two": "joint", "whole": "joint", "model": "solo", "recorded": "joint"}
     assert [rank["rank"] for rank in results["test_it.py::test_two"]["ranks"]] == [0, 1]
     whole = results["test_it.py::test_whole"]["ranks"]
     assert [rank["phases"][0]["peak"]["allocated"] for rank in whole] == [4 * 2**20, 8 * 2**20]
     assert gpu_project.path.joinpath("baselines/stand-in-nvidia-l4-22gib/test_it.yaml").is_file()
+    snapshots = sorted(gpu_project.path.joinpath("snapshots").iterdir())
+    names = [re.sub("-[0-9a-f]{8}-", " ", path.stem.partition("test_it.py_test_")[2]) for path in snapshots]
+    virtual = ["recorded rank0-virtual", "two rank0-virtual", "two rank1-virtual"]
+    assert names == ["model rank0", *virtual, "whole rank0"]  # a whole test's other rank ran elsewhere
+    assert [event["size"] for event in read_snapshot(snapshots[-1]).events if event["action"] == "alloc"] == [4 * 2**20]
+    assert "test_whole: --mbmem-snapshots: of rank 0 alone" in result.stdout
+
+
+def test_without_the_option_torchrun_is_no_matter(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "1", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)  # with a store that pytest's processes could not share
+    project.makepyfile("def test_x(): pass")
+    project.runpytest("--mbmem-json=out.json").assert_outcomes(passed=1)
+    assert project.path.joinpath("out.json").is_file()
 
 
 def test_torchruns_processes_agree_on_a_rank_that_dies(

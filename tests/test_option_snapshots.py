@@ -313,3 +313,34 @@ def test_a_file_that_cannot_be_written_fails_the_test(real_project: pytest.Pytes
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([f"*--mbmem-snapshots: {folder / name}: cannot be written (Is a directory)"])
     assert not [other for other in files(folder) if other.endswith(".part")]
+
+
+# Real GPUs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ranks", "suffix"), [("solo", ""), ("joint", "-virtual")])
+@pytest.mark.parametrize("option", ["--mbmem-snapshots=s", ""])
+def test_on_real_gpus_joint_ranks_leave_the_snapshots_of_their_twins(
+    gpu_project: pytest.Pytester, ranks: str, suffix: str, option: str
+) -> None:
+    result = run(gpu_project, REGRESSION, "--mbmem-gpu", f"--mbmem-ranks={ranks}", *filter(None, [option]))
+    result.assert_outcomes(failed=1)
+    folder = "s" if option else KEPT
+    names = files(gpu_project.path / folder)
+    assert [name.partition("-rank")[2] for name in names] == [
+        f"{rank}{suffix}.pickle" for rank in ([0, 1] if option else [1])
+    ]
+    of = "rank 1 on a virtual GPU" if ranks == "joint" else "rank 1"
+    result.stdout.fnmatch_lines([f"memory snapshot of {of}: {folder}/{names[-1]}"])
+    assert all(read_snapshot(gpu_project.path / folder / name).events for name in names)
+
+
+@pytest.mark.parametrize(("name", "suffix"), [("", ""), ('"l4-24gb", ', "-virtual")])
+def test_on_a_real_gpu_the_snapshot_of_what_does_not_fit_says_where_it_ran(
+    gpu_project: pytest.Pytester, name: str, suffix: str
+) -> None:
+    test = f'@pytest.mark.fits({name}headroom="21.49 GiB")\ndef test_a(mbmem):\n    mbmem.measure(RECIPE)\n'
+    result = run(gpu_project, test, "--mbmem-gpu", "--mbmem-ranks=solo")
+    result.assert_outcomes(failed=1)
+    (file,) = files(gpu_project.path / KEPT)
+    print(file, suffix)

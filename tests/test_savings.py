@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -278,3 +279,37 @@ def test_plain_data_are_read_back() -> None:
     assert SavingJudgement.from_json(failed.to_json(), candidate, "f") == failed
     with pytest.raises(UserError, match="f: verdict: 'fine' is not one of"):
         SavingJudgement.from_json({**judgement.to_json(), "verdict": "fine"}, candidate, "f")
+
+
+# On a real GPU --------------------------------------------------------------------------------------------------------
+
+
+def timed(measurement: Measurement, *milliseconds: float) -> Measurement:
+    """The same on a real GPU, where the timed steps took so long."""
+    ranks = tuple(replace(rank, step_times=tuple(ms / 1000 for ms in milliseconds)) for rank in measurement.ranks)
+    device = Device("nvidia-h100-80gb-hbm3-80gib", "NVIDIA H100 80GB HBM3", 80 * GIB, virtual=False)
+    return replace(measurement, device=device, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("after", "verdict"),
+    [
+        ((104, 105, 106), "pass"),  # 5% longer
+        ((108, 109, 110), "too slow"),  # 9% longer
+        ((60, 109, 160), "pass"),  # within the spread
+        ((80, 81, 82), "pass"),
+    ],
+)
+def test_the_slowdown_is_one_of_time_and_beyond_the_spread(after: tuple[float, ...], verdict: str) -> None:
+    control, candidate = job(4 * GIB, flops=100), job(2 * GIB, flops=100, moved=GIB)
+    judgement = judged(timed(control, 99, 100, 101), timed(candidate, *after), max_slowdown=0.07)
+    assert judgement.verdict == verdict
+    assert judgement.notes[0].startswith(f"a step takes {after[1]:.2f} ms and the control's 100.00 ms, spread ")
+
+
+def test_without_times_a_slowdown_on_a_real_gpu_is_invalid() -> None:
+    judgement = judged(timed(job(4 * GIB), 99, 100), timed(job(2 * GIB)), max_slowdown=0.07)
+    assert (judgement.verdict, judgement.notes[0]) == (
+        "invalid",
+        "max_slowdown cannot be judged: no step was timed on rank 0",
+    )

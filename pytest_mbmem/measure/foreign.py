@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import sys
+from collections.abc import Collection
 
 from ..units import format_bytes
 from . import nvml
@@ -17,16 +18,26 @@ def can_see(gpu: PhysicalGpu) -> bool:
     return bool(nvml.processes(gpu))
 
 
-def problem(gpu: PhysicalGpu, *, uses_it: bool) -> str | None:
-    """A sentence on the other processes that use the GPU, or None. `uses_it`: whether this process does.
+def used_here(gpu: PhysicalGpu) -> bool:
+    """Whether this process has a CUDA context on the GPU, by the torch that it has imported, if any."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return False
+    devices = [d for d in range(torch.cuda.device_count()) if torch._C._cuda_hasPrimaryContext(d)]
+    names = {f"GPU-{torch.cuda.get_device_properties(device).uuid}" for device in devices}
+    return gpu.uuid in names or (gpu.is_mig and bool(devices))
 
-    Where NVML does not list processes (see `nvml.processes`), none are seen.
+
+def problem(gpu: PhysicalGpu, ours: Collection[int]) -> str | None:
+    """A sentence on the processes that use the GPU beside `ours`, which are known to use it; None if there are none.
+
+    In a container NVML may have the host's numbers of processes, among which ours cannot be told: there as many as ours
+    are taken for them. Where NVML lists none (see `can_see`), none are seen.
     """
     found = nvml.processes(gpu) or ()
-    others = [process for process in found if process.pid != os.getpid()]
-    if uses_it and len(others) == len(found):
-        # In a container NVML has the host's numbers of processes: one of them is this one.
-        others = others[1:]
+    others = [process for process in found if process.pid not in ours]
+    if len(others) == len(found):
+        others = others[len(ours) :]
     if not others:
         return None
     listed = [f"{p.pid}" + ("" if p.used is None else f" with {format_bytes(p.used)}") for p in others]

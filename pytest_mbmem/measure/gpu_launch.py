@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import sys
+import re
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import TooFewGpus, UserError
+from ..errors import CannotRunSolo, MeasurementFailed, TooFewGpus, UserError
 from ..measurement import Device, Failure, Measurement, Mode, RankMeasurement, read_plain
 from ..recipe import Recipe
 from ..throughput import Timing
@@ -35,6 +36,9 @@ GRACE = 30.0
 
 _LONGEST_WAIT = 6 * 3600.0
 """Seconds to wait for GPUs that other processes hold for their measurements."""
+
+_MOST_TWINS = 8
+"""Ranks of a joint job up to which each has a twin; of a larger job one of each kind has."""
 
 _NETWORK = ("NCCL_", "TORCHELASTIC_")
 """Prefixes of variables that workers inherit: a cluster's network, and torchrun. They change nothing in PyTorch's own
@@ -83,7 +87,9 @@ class GpuLauncher(Launcher):
     @cached_property
     def _description(self) -> dict[str, Any]:
         """See `on_gpu.describe`."""
-        (result,) = self.call_all([("pytest_mbmem.measure.on_gpu:describe", {})], {}, self.timeout)
+        with self._held(1) as (gpu,):
+            arguments = {"gpu": dataclasses.asdict(gpu)}
+            (result,) = self._call_on(gpu, [("pytest_mbmem.measure.on_gpu:describe", arguments)], {}, self.timeout)
         if result.failure is not None:
             raise UserError(f"--mbmem-gpu: CUDA does not start on {self.gpus[0].name}:\n{result.message}")
         return dict(result.value)
@@ -145,9 +151,19 @@ class GpuLauncher(Launcher):
         timeout: float,
         cwd: Path | None = None,
     ) -> list[CallResult]:
-        """One after another on one GPU, which is held meanwhile."""
+        """One after another on one GPU, which is held meanwhile.
+
+        Raises `UserError` if something else uses it before or after.
+        """
         with self._held(1) as (gpu,):
-            return self._call_on(gpu, calls, environment, timeout, cwd)
+            self._check_alone("before", gpu)
+            results = self._call_on(gpu, calls, environment, timeout, cwd)
+            self._check_alone("after", gpu)
+        return results
+
+    def _check_alone(self, when: str, gpu: PhysicalGpu) -> None:
+        if problem := self._occupied() or _problem(when, [gpu]):
+            raise UserError(f"--mbmem-gpu: invalid: {problem}")
 
     def _call_on(
         self,
@@ -167,9 +183,16 @@ class GpuLauncher(Launcher):
             Workers.close(self)
             self._import_time = wanted
 
+    @contextlib.contextmanager
+    def one_gpu(self) -> Iterator[dict[str, str]]:
+        """Hold one GPU. Yields the environment of a process that sees no other."""
+        with self._held(1) as (gpu,):
+            yield {"CUDA_VISIBLE_DEVICES": gpu.uuid}
+
     def _held(self, count: int) -> contextlib.AbstractContextManager[list[PhysicalGpu]]:
         gpus = self.gpus if self.torchrun is None else [self._own_gpu(self.torchrun)]
-        return gpu_locks.held(gpus, count, _LONGEST_WAIT)
+        # Another job of torchrun may hold a part of what this one needs, and the other way round.
+        return gpu_locks.held(gpus, count, _LONGEST_WAIT if self.torchrun is None else self.timeout)
 
     def _own_gpu(self, torchrun: Torchrun) -> PhysicalGpu:
         if torchrun.local_rank >= len(self.gpus):
@@ -196,17 +219,26 @@ class GpuLauncher(Launcher):
         the recipe or `ranks` cannot be measured at all, `TooFewGpus` when joint ranks are asked for and need more.
         """
         check(recipe)
+        if recipe.training.transformer_impl == "transformer_engine":
+            raise UserError("training.transformer_impl: 'transformer_engine' is not possible with --mbmem-gpu yet")
         chosen = rank_choice.chosen(recipe, ranks)
         mode = self._mode_of(recipe)
+        reported = {rank.rank for rank in chosen}
         if mode == "joint":
             chosen = rank_choice.chosen(recipe, "all")
+            if isinstance(ranks, str):
+                reported = {rank.rank for rank in chosen}
+                ranks = "all" if recipe.world_size <= _MOST_TWINS else ranks
         self._measured += 1
         timing = timing or Timing()
+        twin = partial(self._twin, recipe, ranks, count_flops, check_effects)
         if self.torchrun is None:
             part = self._part(recipe, mode, chosen, timing)
-            part.twin = self._twin(recipe, ranks, count_flops, check_effects)
-            return self._measurement_of(recipe, mode, chosen, [part])
-        return self._measured_together(self.torchrun, recipe, mode, chosen, timing, ranks, count_flops, check_effects)
+            part.twin = twin()
+            parts = [part]
+        else:
+            parts = self._parts_of_all(self.torchrun, recipe, mode, chosen, timing, twin)
+        return self._measurement_of(recipe, mode, [rank for rank in chosen if rank.rank in reported], parts)
 
     def measure_many(
         self,
@@ -234,13 +266,21 @@ class GpuLauncher(Launcher):
                 + ("processes were started by torchrun" if self.torchrun else f"{self.gpus[0].name} can be used here")
                 + "; solo ranks are measured one at a time"
             )
-        split = recipe.parallelism
-        if recipe.model.moe is not None and (split.ep > 1 or split.tp > 1):
-            raise TooFewGpus(
-                f"the recipe's job has {recipe.world_size} ranks, {there} can be used, and solo ranks "
-                f"cannot know how many tokens the others send to an expert (ep={split.ep}, tp={split.tp})"
-            )
+        if problem := self.cannot_run_alone(recipe):
+            if self.mode == "solo":
+                raise CannotRunSolo(problem)
+            raise TooFewGpus(f"the recipe's job has {recipe.world_size} ranks, {there} can be used, and {problem}")
         return "solo"
+
+    def cannot_run_alone(self, recipe: Recipe) -> str | None:
+        """Why one rank of the recipe means nothing without the others."""
+        split = recipe.parallelism
+        if recipe.model.moe is None or (split.ep == split.tp == split.pp == 1):
+            return None
+        return (
+            "solo ranks cannot know how many tokens the others send to an expert "
+            f"(ep={split.ep}, tp={split.tp}, pp={split.pp})"
+        )
 
     def _part(self, recipe: Recipe, mode: Mode, chosen: Sequence[Rank], timing: Timing) -> _Part:
         """What this process alone finds out."""
@@ -259,7 +299,7 @@ class GpuLauncher(Launcher):
         return part
 
     def _solo(self, gpu: PhysicalGpu, recipe: Recipe, chosen: Sequence[Rank], timing: Timing) -> _Part:
-        calls = [_call(recipe, rank, gpu, timing, alone=True) for rank in chosen]
+        calls = [_call(recipe, rank, gpu, timing) for rank in chosen]
         results = self._call_on(gpu, calls, recipe_environment(recipe), self.timeout)
         return _Part({rank.rank: result for rank, result in zip(chosen, results, strict=True)})
 
@@ -275,46 +315,63 @@ class GpuLauncher(Launcher):
             results = self.call_together(calls, self.timeout, min(GRACE, 0.5 * self.timeout))
         return _Part({rank.rank: result for rank, result in zip(chosen, results, strict=True)})
 
-    def _measured_together(
+    def _parts_of_all(
         self,
         torchrun: Torchrun,
         recipe: Recipe,
         mode: Mode,
         chosen: Sequence[Rank],
         timing: Timing,
-        ranks: Ranks,
-        count_flops: bool,
-        check_effects: bool,
-    ) -> Measurement:
-        """The measurement that all processes of a torchrun make together, the same in each."""
+        twin: Callable[[], _Twin],
+    ) -> list[_Part]:
+        """What each process of a torchrun finds out, the same list in all of them.
+
+        Raises `UserError` in all of them if they do not measure the same, or one of them cannot.
+        """
         name = f"measurement-{self._measured}"
-        part = _Part()
-        if mode == "joint" and torchrun.rank < recipe.world_size:
-            rank = chosen[torchrun.rank]
-            job = torchrun.job(name, 0.8 * self.timeout, min(GRACE, 0.5 * self.timeout))
-            with self._held(1) as (gpu,):
-
-                def run() -> _Part:
-                    call = _call(recipe, rank, gpu, timing, job=job)
-                    (result,) = self._call_on(gpu, [call], recipe_environment(recipe), self.timeout)
-                    return _Part({rank.rank: result})
-
-                part = self._watched([gpu], run)
-        elif mode == "solo" and torchrun.rank == 0:
-            part = self._part(recipe, mode, chosen, timing)
-        if torchrun.rank == 0 and not part.has_failed:
-            part.twin = self._twin(recipe, ranks, count_flops, check_effects)
-        limit = (len(chosen) + 3) * self.timeout
-        parts = self._exchanged(torchrun, name, {"recipe": recipe.digest, **part.to_json()}, part.has_failed, limit)
-        missing = [number for number, found in enumerate(parts) if found is None]
+        try:
+            part = self._own_part(torchrun, name, recipe, mode, chosen, timing)
+            if torchrun.rank == 0 and not part.has_failed:
+                part.twin = twin()
+        except (UserError, MeasurementFailed) as error:  # the others must not wait for this one
+            part = _Part(error=str(error))
+        part.ended = time.time()
+        limit = (len(chosen) + 3 if mode == "solo" else 4) * self.timeout
+        same = {"recipe": recipe.digest, "GPU": self.device.key, "driver": self.machine.driver}
+        found = self._exchanged(torchrun, name, {**same, **part.to_json()}, part.has_failed, limit)
+        missing = [str(number) for number, data in enumerate(found) if data is None]
         if missing:
-            raise UserError(f"torchrun: no figures from rank {', '.join(map(str, missing))} within {limit:g} s")
-        if len({found["recipe"] for found in parts if found is not None}) > 1:
-            raise UserError(
-                "torchrun: the ranks measure different recipes; all must run the same tests in the same order "
-                "(-p no:randomly)"
-            )
-        return self._measurement_of(recipe, mode, chosen, [_Part.from_json(found) for found in parts if found])
+            raise UserError(f"torchrun: no figures from rank {', '.join(missing)} within {limit:g} s")
+        payloads = [data for data in found if data is not None]
+        for what in same:
+            values = list(dict.fromkeys(data[what] for data in payloads))
+            if len(values) > 1:
+                hint = "; all must run the same tests in the same order (-p no:randomly)" if what == "recipe" else ""
+                raise UserError(f"torchrun: the ranks differ in their {what}: {', '.join(values)}{hint}")
+        parts = [_Part.from_json(data) for data in payloads]
+        for number, other in enumerate(parts):
+            if other.error is not None:
+                raise UserError(f"torchrun: rank {number}: {other.error}")
+        return parts
+
+    def _own_part(
+        self, torchrun: Torchrun, name: str, recipe: Recipe, mode: Mode, chosen: Sequence[Rank], timing: Timing
+    ) -> _Part:
+        """Of a joint job this process's rank; solo ranks are all the first one's."""
+        if mode == "solo":
+            return self._part(recipe, mode, chosen, timing) if torchrun.rank == 0 else _Part()
+        if torchrun.rank >= recipe.world_size:
+            return _Part()
+        rank = chosen[torchrun.rank]
+        job = torchrun.job(name, 0.8 * self.timeout, min(GRACE, 0.5 * self.timeout))
+        with self._held(1) as (gpu,):
+
+            def run() -> _Part:
+                call = _call(recipe, rank, gpu, timing, job=job)
+                (result,) = self._call_on(gpu, [call], recipe_environment(recipe), self.timeout)
+                return _Part({rank.rank: result})
+
+            return self._watched([gpu], run)
 
     def _exchanged(
         self, torchrun: Torchrun, name: str, payload: Mapping[str, Any], failed: bool, limit: float
@@ -351,32 +408,31 @@ class GpuLauncher(Launcher):
         return _Twin(replace(found, ranks=small), {kinds[work].rank: flops for work, flops in model_flops.items()})
 
     def _measurement_of(
-        self, recipe: Recipe, mode: Mode, chosen: Sequence[Rank], parts: Sequence[_Part]
+        self, recipe: Recipe, mode: Mode, reported: Sequence[Rank], parts: Sequence[_Part]
     ) -> Measurement:
-        results = {number: result for part in parts for number, result in part.results.items()}
+        """Of the ranks to report; what fails on any other is the measurement's failure all the same."""
+        results = {number: (part.ended, result) for part in parts for number, result in part.results.items()}
         twin = next((part.twin for part in parts if part.twin is not None), _Twin(None, {}))
         counted = twin.counted(recipe)
         ranks: list[RankMeasurement] = []
-        failures: list[tuple[bool, int, Failure]] = []  # whether it is for want of a peer, when, what
+        failures: list[tuple[tuple[bool, float, int], Failure]] = []  # whether it is for want of a peer, and when
         assumptions: list[str] = []
-        for rank in chosen:
-            result = results.get(rank.rank)
-            if result is None:
-                continue
+        for number, (ended, result) in sorted(results.items()):
             if result.failure is not None:
-                failures.append((_is_about_peers(result), result.order, failure_of(result, rank.rank)))
+                failures.append(((_is_about_peers(result), ended, result.order), failure_of(result, number)))
                 continue
             assumptions += result.value["assumptions"]
             if result.value["failure"]:
                 failed: Failure = read_plain(Failure, result.value["failure"], "failure")
-                failures.append((False, result.order, failed))
-            if result.value["rank"] is not None:
+                failures.append(((False, ended, result.order), failed))
+            rank = next((rank for rank in reported if rank.rank == number), None)
+            if rank is not None and result.value["rank"] is not None:
                 fields = {**result.value["rank"], **counted.get(rank.work, {})}
                 ranks.append(RankMeasurement.from_json(fields))
         disturbed = next((part.disturbed for part in parts if part.disturbed is not None), None)
-        first = Failure("disturbed", chosen[0].rank, disturbed) if disturbed is not None else None
+        first = Failure("disturbed", reported[0].rank, disturbed) if disturbed is not None else None
         if first is None and failures:
-            first = min(failures, key=lambda failure: failure[:2])[2]
+            first = min(failures, key=lambda failure: failure[0])[1]
         if first is None:
             first = adapters.regather_failure(ranks) or twin.no_effect
         return Measurement(
@@ -391,7 +447,7 @@ class GpuLauncher(Launcher):
             failure=first,
             mode=mode,
             twin=twin.measurement,
-            logs={f"rank{number}": result.output for number, result in results.items()},
+            logs={f"rank{number}": result.output for number, (_, result) in results.items()},
         )
 
     def _versions(self, mode: Mode) -> dict[str, str]:
@@ -401,7 +457,7 @@ class GpuLauncher(Launcher):
         return found
 
     def _notes(self, recipe: Recipe, mode: Mode, ranks: Sequence[RankMeasurement]) -> Iterator[str]:
-        if _uses_cuda():
+        if any(map(foreign.used_here, self.gpus)):
             yield "a test has started CUDA in the pytest process, whose context stays on the GPU beside this run"
         if mode == "solo" and recipe.world_size > 1:
             yield (
@@ -447,10 +503,9 @@ def _call(
     gpu: PhysicalGpu,
     timing: Timing,
     *,
-    alone: bool = False,
     job: Mapping[str, Any] | None = None,
 ) -> tuple[str, dict[str, Any]]:
-    has_losses = not alone or recipe.world_size == 1
+    has_losses = job is not None or recipe.world_size == 1
     arguments: dict[str, Any] = {
         "recipe": recipe.to_dict(),
         "rank": rank.rank,
@@ -460,6 +515,7 @@ def _call(
             "gpu": dataclasses.asdict(gpu),
             "timing": dataclasses.asdict(timing),
             "has_losses": has_losses,
+            "ours": [os.getpid()] if foreign.used_here(gpu) else [],
         },
     }
     if job is not None:
@@ -467,23 +523,18 @@ def _call(
     return "pytest_mbmem.measure.worker:measure_rank", arguments
 
 
-def _uses_cuda() -> bool:
-    """Whether a test has started CUDA in this very process."""
-    torch = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized())
-
-
 def _problem(when: str, gpus: Sequence[PhysicalGpu]) -> str | None:
-    found = (foreign.problem(gpu, uses_it=_uses_cuda()) for gpu in gpus)
+    ours = (([os.getpid()] if foreign.used_here(gpu) else []) for gpu in gpus)
+    found = (foreign.problem(gpu, mine) for gpu, mine in zip(gpus, ours, strict=True))
     return next((f"{when} the measurement {problem}" for problem in found if problem is not None), None)
 
 
-_ABOUT_PEERS = ("NCCL error", "remote process exited", "Connection closed by peer", "gloo", "TCPStore")
-
-
 def _is_about_peers(result: CallResult) -> bool:
-    """Whether a rank failed only because another one did."""
-    return result.failure == "lost peer" or any(text in result.message for text in _ABOUT_PEERS)
+    """Whether a rank failed only because another one did: torch.distributed says so, or its watchdog ends it."""
+    if result.failure == "died":
+        return "SIGABRT" in result.message and "ProcessGroupNCCL" in result.output
+    by_torch = re.search(r"^torch\.distributed\.Dist\w*Error", result.message, re.MULTILINE)
+    return result.failure == "lost peer" or by_torch is not None
 
 
 @dataclass
@@ -540,20 +591,26 @@ class _Part:
 
     results: dict[int, CallResult] = dataclasses.field(default_factory=dict)  # by rank
     disturbed: str | None = None
+    error: str | None = None  # of this process, so that it measured nothing
+    ended: float = 0.0  # time of day in seconds, to order what fails in several processes
     twin: _Twin | None = None
 
     @property
     def has_failed(self) -> bool:
         """Whether other ranks need not wait."""
-        return any(r.failure is not None or r.value["failure"] is not None for r in self.results.values())
+        failed = any(r.failure is not None or r.value["failure"] is not None for r in self.results.values())
+        return failed or self.disturbed is not None or self.error is not None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        results = [[rank, dataclasses.asdict(result)] for rank, result in self.results.items()]
-        return {"results": results, "disturbed": self.disturbed, "twin": self.twin and self.twin.to_json()}
+        """Plain data, with the end of what workers printed."""
+        short = {rank: replace(result, output=result.output[-4000:]) for rank, result in self.results.items()}
+        results = [[rank, dataclasses.asdict(result)] for rank, result in short.items()]
+        more = {"disturbed": self.disturbed, "error": self.error, "ended": self.ended}
+        return {"results": results, **more, "twin": self.twin and self.twin.to_json()}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> _Part:
         """Read what `to_json` wrote."""
         results = {rank: CallResult(**fields) for rank, fields in data["results"]}
-        return cls(results, data["disturbed"], data["twin"] and _Twin.from_json(data["twin"]))
+        twin = data["twin"] and _Twin.from_json(data["twin"])
+        return cls(results, data["disturbed"], data["error"], data["ended"], twin)

@@ -39,6 +39,8 @@ def measure_growth(
     `MeasurementFailed` for a run that ends without figures.
     """
     check(recipe)
+    if problem := launcher.cannot_run_alone(recipe):
+        raise UserError(f"{MARKER}: each rank runs alone, and {problem}")
     chosen = rank_choice.chosen(recipe, ranks)
     control = _control(recipe, rule)
     pair = rule.microbatches or microbatch_pair(recipe)

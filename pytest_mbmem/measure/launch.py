@@ -99,6 +99,10 @@ class Launcher(Workers):
                 results[index] = finish([next(answers) for _ in calls])
         return [results[index] for index in range(len(recipes))]
 
+    def cannot_run_alone(self, recipe: Recipe) -> str | None:
+        """Why one rank of the recipe means nothing without the others; on a virtual GPU what they send is assumed."""
+        return None
+
     def explain(self, measurement: Measurement) -> Measurement:
         """The measurement, whose failure also has why memory ran out and what would help: `failure.shortage.diagnosis`.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -33,11 +34,14 @@ class OnGpu:
         gpu: the device, which this process has to itself.
         timing: how many steps are timed, after the run whose memory is measured.
         has_losses: whether the numbers mean anything: no rank's collectives go unanswered.
+        ours: numbers of other processes that use the GPU and belong to the test run.
     """
 
-    def __init__(self, gpu: PhysicalGpu, timing: Timing, *, has_losses: bool) -> None:
+    def __init__(self, gpu: PhysicalGpu, timing: Timing, *, has_losses: bool, ours: Sequence[int] = ()) -> None:
         self._gpu, self._timing = gpu, timing
-        self._has_losses = has_losses and not driver_is_loaded()
+        self._computes = not driver_is_loaded()
+        self._has_losses = has_losses and self._computes
+        self._ours = {os.getpid(), *ours}
         self._before = nvml.used(gpu)
         self._context: int | None = None
         self._most = self._outside = 0
@@ -48,12 +52,18 @@ class OnGpu:
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> OnGpu:
-        """The same, of plain data: {"gpu": {...}, "timing": {...}, "has_losses": true}."""
-        gpu = {**arguments["gpu"], "compute_capability": tuple(arguments["gpu"]["compute_capability"])}
-        return cls(PhysicalGpu(**gpu), Timing(**arguments["timing"]), has_losses=arguments["has_losses"])
+        """The same, of plain data: {"gpu": {...}, "timing": {...}, "has_losses": true, "ours": []}."""
+        more = {name: arguments[name] for name in ("has_losses", "ours")}
+        return cls(_gpu_of(arguments["gpu"]), Timing(**arguments["timing"]), **more)
 
     def begin(self, step: int, phase: str) -> None:
         """A phase begins. Raises `Disturbed` if another process uses the GPU."""
+        self.look_at_memory()
+        if phase in ("build", "optimizer"):  # asking takes a millisecond
+            self._look_for_others()
+
+    def look_at_memory(self) -> None:
+        """The driver hands memory out in large pieces and seldom takes it back: it is enough to look between phases."""
         if self._context is None:
             torch.cuda.synchronize()  # which makes the context
             self._context = nvml.used(self._gpu) - self._before
@@ -61,11 +71,9 @@ class OnGpu:
         used = nvml.used(self._gpu) - self._before
         self._most = max(self._most, used)
         self._outside = max(self._outside, used - torch.cuda.memory_reserved() - self._context)
-        if phase in ("build", "optimizer"):  # asking takes a millisecond
-            self._look_for_others()
 
     def _look_for_others(self) -> None:
-        if problem := foreign.problem(self._gpu, uses_it=True):
+        if problem := foreign.problem(self._gpu, self._ours):
             raise Disturbed(f"during the measurement {problem}")
 
     def step(self, model: LiveModel, on_phase: Callable[[int, str], None]) -> None:
@@ -77,6 +85,7 @@ class OnGpu:
         if model.steps_done == 1:
             self._cold = seconds
         self._skipped += not updated
+        self.look_at_memory()
 
     def _keep_loss(self, reduced: list[dict[str, torch.Tensor]]) -> None:
         """Of a step, what Megatron's loss function reports of each microbatch: the sum, and the number of tokens."""
@@ -106,7 +115,8 @@ class OnGpu:
 
     def fields(self) -> dict[str, Any]:
         """Of a `RankMeasurement`, without the times."""
-        losses = {"losses": tuple(self._losses), "skipped_steps": self._skipped} if self._has_losses else {}
+        losses: dict[str, Any] = {"losses": tuple(self._losses)} if self._has_losses else {}
+        losses |= {"skipped_steps": self._skipped} if self._computes else {}
         return {
             "device_used": self._most,
             "outside": {CONTEXT: self._context or 0, OTHERS: max(0, self._outside)},
@@ -128,17 +138,26 @@ def _seconds(begun: torch.cuda.Event, ended: torch.cuda.Event) -> float | None:
     return None if math.isnan(milliseconds) else milliseconds / 1000
 
 
-def describe() -> dict[str, Any]:
-    """The properties of the current device as the fields of a `Gpu`, and the versions of what drives it."""
+def _gpu_of(fields: Mapping[str, Any]) -> PhysicalGpu:
+    return PhysicalGpu(**{**fields, "compute_capability": tuple(fields["compute_capability"])})
+
+
+def describe(gpu: dict[str, Any]) -> dict[str, Any]:
+    """The properties of the current device as the fields of a `Gpu`, and the versions of what drives it.
+
+    `gpu`: the fields of its `PhysicalGpu`.
+    """
+    before = nvml.used(_gpu_of(gpu))
     torch.cuda.init()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
+    context = nvml.used(_gpu_of(gpu)) - before
+    total = torch.cuda.mem_get_info()[1]
     torch.ones(1, device="cuda").sum().item()  # a GPU that is too old for this torch has no kernels for it
     found = torch.cuda.get_device_properties(0)
     return {
         "gpu": {
             "capacity": total,
-            "context_bytes": total - free,
+            "context_bytes": context,
             "compute_capability": [found.major, found.minor],
             "sm_count": found.multi_processor_count,
             "threads_per_sm": found.max_threads_per_multi_processor,

@@ -5,10 +5,12 @@ A job is plain data: {"file": path, "timeout": seconds} on one machine, or what 
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
@@ -60,11 +62,21 @@ def exchange(job: dict[str, Any], rank: int, payload: dict[str, Any], failed: bo
     None stands for a process that gave none within the job's timeout. `failed` ends the workers of the others.
     """
     store = _store(job)
-    store.set(f"result/{rank}", json.dumps(payload))
     if failed:
         store.set("failed", "")
+    store.set(f"result/{rank}", _packed(payload))
     keys = [f"result/{other}" for other in range(job["world_size"])]
     deadline = time.monotonic() + job["timeout"]
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(_POLL / 10)
-    return [json.loads(store.get(key)) if store.check([key]) else None for key in keys]
+    return [_unpacked(store.get(key)) if store.check([key]) else None for key in keys]
+
+
+def _packed(payload: dict[str, Any]) -> str:
+    """The store takes 8 MiB at most."""
+    return base64.b64encode(zlib.compress(json.dumps(payload).encode())).decode()
+
+
+def _unpacked(packed: bytes) -> dict[str, Any]:
+    payload: dict[str, Any] = json.loads(zlib.decompress(base64.b64decode(packed)))
+    return payload

@@ -173,6 +173,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
     for module in ("pytest_mbmem.measure.worker", "pytest_mbmem.item"):
         importlib.import_module(module)
+    if sys.modules["torch"].cuda.is_initialized():
+        sys.exit("an installed package starts CUDA when it is imported, which no fork of this process could use then")
     gc.collect()
     gc.freeze()  # what is loaded stays shared with the forks
     connection.send("ready")

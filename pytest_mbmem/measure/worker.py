@@ -45,7 +45,8 @@ def measure_rank(
     With `record`, the allocator's history tells what the peaks are made of. It is left in the file `snapshot`, in
     PyTorch's format; raises `OSError` if it cannot be written.
     """
-    torch.set_num_threads(1)  # kernels run on no core
+    if driver_is_loaded():
+        torch.set_num_threads(1)  # kernels run on no core
     recorder = PhaseRecorder()
     failure = None
     moved: list[dict[str, int]] = []  # in each step
@@ -56,7 +57,6 @@ def measure_rank(
     recording = None
     observer = Observer()
     on_gpu = OnGpu.of(real) if real is not None else None
-    step_times: tuple[float, ...] = ()
 
     def begin(step: int, phase: str) -> None:
         if recording is not None:
@@ -100,12 +100,13 @@ def measure_rank(
     if snapshot is not None:
         write_snapshot(recording.snapshot if recording is not None else torch.cuda.memory._snapshot(), Path(snapshot))
     if on_gpu is not None:
+        on_gpu.look_at_memory()
+        figures |= on_gpu.fields()
+        if failure is None and figures.get("skipped_steps") == parsed.training.steps:
+            message = "the optimizer skipped every step, so that it never made its state and the peak lacks it"
+            failure = Failure("skipped step", rank, message)
         if failure is None:
-            try:
-                step_times = on_gpu.time_steps(model)
-            except Disturbed as error:
-                failure = Failure("disturbed", rank, str(error))
-        figures |= {**on_gpu.fields(), "step_times": step_times}
+            figures["step_times"], failure = _timed(on_gpu, model, rank)
     if job is not None and failure is None:
         joint.leave()
     if moved:
@@ -116,6 +117,16 @@ def measure_rank(
         "failure": failure and dataclasses.asdict(failure),
         "assumptions": (*assumptions(parsed), *believed, *(on_gpu.assumptions if on_gpu is not None else ())),
     }
+
+
+def _timed(on_gpu: OnGpu, model: LiveModel, rank: int) -> tuple[tuple[float, ...], Failure | None]:
+    """The timed steps, which come after the run whose memory is measured, and what goes wrong in them."""
+    try:
+        return on_gpu.time_steps(model), None
+    except torch.OutOfMemoryError as error:
+        return (), Failure("out of memory", rank, f"in the steps that are timed: {error}")
+    except Disturbed as error:
+        return (), Failure("disturbed", rank, str(error))
 
 
 def assumptions(recipe: Recipe) -> tuple[str, ...]:

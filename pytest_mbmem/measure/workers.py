@@ -102,6 +102,10 @@ class Workers:
             self._log.close()
             self._log = None
 
+    def leave(self) -> None:
+        """Close at the end of a session."""
+        self.close()
+
     def call_all(
         self,
         calls: Sequence[tuple[str, Mapping[str, Any]]],

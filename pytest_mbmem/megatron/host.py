@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import random
 
 from ..recipe import Recipe
 from . import offload, solo
 from .layers import FlashAttention
-from .model import Batch, LiveModel, live_model
+from .model import Batch, LiveModel, live_model, random_text
 
 _HOST = torch.device("cpu")
 
@@ -204,15 +203,7 @@ def host_model(recipe: Recipe, rank: int, store: Path, timeout: float) -> LiveMo
     """
     model = live_model(recipe, rank, virtual=False, initialize=partial(_initialize, store=store, timeout=timeout))
     model.load = Batches()
-    for optimizer in getattr(model.optimizer, "chained_optimizers", [model.optimizer]):
-        scaler = getattr(optimizer, "grad_scaler", None)
-        if scaler is not None:
-            scaler.load_state_dict(scaler.state_dict() | {"scale": torch.tensor([LOSS_SCALE])})
     return model
-
-
-LOSS_SCALE = 2.0**10
-"""That fp16 begins with. From Megatron's 2**32 the optimizer would skip some twenty steps until it is found."""
 
 
 def _initialize(recipe: Recipe, rank: int, *, store: Path, timeout: float) -> None:
@@ -244,10 +235,8 @@ class Batches:
     def __call__(self, recipe: Recipe, model: DistributedDataParallel) -> Batch:
         """All tensors of the next microbatch. Tokens and labels are [micro batch, sequence]."""
         self._loaded[id(model)] += 1
-        number, sharer = self._loaded[id(model)], parallel_state.get_data_parallel_rank(with_context_parallel=False)
-        generator = torch.Generator().manual_seed(number * 1000 + sharer)
         samples, length = recipe.training.micro_batch_size, recipe.training.seq_length
-        text = torch.randint(recipe.model.vocab_size, (samples, length + 1), generator=generator)
+        text = random_text(recipe, self._loaded[id(model)])
         masked = torch.ones((1, 1, length, length), dtype=torch.bool).triu(1).expand(samples, -1, -1, -1)
         return {
             "tokens": text[:, :-1].contiguous(),

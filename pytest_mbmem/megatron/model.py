@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -159,7 +160,11 @@ def live_model(
         assumptions.install(config, recipe.model.moe.overload)
     initialize(recipe, rank)
     try:
-        return _build(recipe, config, virtual)
+        model = _build(recipe, config, virtual)
+        if not virtual:
+            _set_loss_scale(model.optimizer)
+            model.load = DeviceBatches()
+        return model
     except BaseException:
         _leave_groups()
         raise
@@ -178,6 +183,18 @@ def _build(recipe: Recipe, config: TransformerConfig, virtual: bool) -> LiveMode
     config.grad_scale_func = optimizer.scale_loss
     _overlap(recipe, config, chunks)
     return LiveModel(recipe, config, chunks, optimizer)
+
+
+LOSS_SCALE = 2.0**10
+"""That fp16 begins with. From Megatron's 2**32 the optimizer would skip some twenty steps until it is found, and
+make no state meanwhile."""
+
+
+def _set_loss_scale(optimizer: MegatronOptimizer) -> None:
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        scaler = getattr(part, "grad_scaler", None)
+        if scaler is not None:
+            scaler.load_state_dict(scaler.state_dict() | {"scale": torch.tensor([LOSS_SCALE])})
 
 
 def _build_chunks(recipe: Recipe, config: TransformerConfig) -> list[DistributedDataParallel]:
@@ -272,6 +289,40 @@ def _batch(recipe: Recipe, model: DistributedDataParallel) -> Batch:
         else None,
         "position_ids": integers() if loads or first else None,
     }
+
+
+def random_text(recipe: Recipe, number: int) -> torch.Tensor:
+    """Random tokens on the host, [micro batch, sequence + 1]: those of microbatch `number`, from 1, of this sample's
+    ranks."""
+    sharer = parallel_state.get_data_parallel_rank(with_context_parallel=False)
+    generator = torch.Generator().manual_seed(number * 1000 + sharer)
+    shape = (recipe.training.micro_batch_size, recipe.training.seq_length + 1)
+    return torch.randint(recipe.model.vocab_size, shape, generator=generator)
+
+
+class DeviceBatches:
+    """What `_batch` gives, with values: random tokens, the same for all ranks that share a sample."""
+
+    def __init__(self) -> None:
+        self._loaded: Counter[int] = Counter()
+
+    def __call__(self, recipe: Recipe, model: DistributedDataParallel) -> Batch:
+        """The tensors of the next microbatch that this rank holds, filled in place: nothing else is allocated."""
+        self._loaded[id(model)] += 1
+        batch = _batch(recipe, model)
+        text = random_text(recipe, self._loaded[id(model)])
+        length = recipe.training.seq_length
+        values = {
+            "tokens": text[:, :-1],
+            "labels": text[:, 1:],
+            "position_ids": torch.arange(length),
+            "attention_mask": torch.ones((length, length), dtype=torch.bool).triu(1),
+        }
+        for name, value in values.items():
+            tensor = batch[name]
+            if tensor is not None:
+                tensor.copy_(value.expand_as(tensor))
+        return batch
 
 
 def _loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:

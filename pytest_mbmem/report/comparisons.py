@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..compare import MODELLED, AllocatorFigures, Comparison, Costs, differences_lines, how, said
 from ..measurement import Failure
-from ..savings import SavingJudgement
+from ..savings import SavingJudgement, step_times
 from ..sweep import Row, Sweep
 from ..units import format_bytes, format_fraction
 from .oom import headline as out_of_memory
@@ -175,6 +175,9 @@ def _headline(measured: Measured, judgement: SavingJudgement) -> str:
         return f"COSTS MORE: {what} is {format_bytes(-comparison.saving)} above the control's"
     if verdict == "too slow":
         assert rule.max_slowdown is not None
+        if (times := step_times(comparison)) is not None:
+            longer = format_fraction(times[1].step / times[0].step - 1)
+            return f"TOO SLOW: a step takes {longer} longer, {format_fraction(rule.max_slowdown)} are allowed"
         assert comparison.slowdown is not None
         more, allowed = format_fraction(comparison.slowdown), format_fraction(rule.max_slowdown)
         return f"TOO SLOW: {more} more FLOPs than the control, {allowed} are allowed"
@@ -220,7 +223,8 @@ def _compared_facts(judgement: SavingJudgement, comparison: Comparison) -> Itera
     if len(comparison.ranks) > 1:
         yield "by rank", ranks + (", ..." if len(comparison.ranks) > _MOST_RANKS else "")
     if comparison.slowdown is not None:
-        allowed = "" if rule.max_slowdown is None else f", allowed {format_fraction(rule.max_slowdown)}"
+        judged = rule.max_slowdown is not None and comparison.candidate.device.virtual
+        allowed = "" if rule.max_slowdown is None or not judged else f", allowed {format_fraction(rule.max_slowdown)}"
         modelled = f" ({MODELLED})" if comparison.candidate.device.virtual else ""
         yield "more FLOPs", f"{format_fraction(comparison.slowdown, signed=True)}{modelled}{allowed}"
     costs = comparison.traffic_text()

@@ -9,6 +9,7 @@ import torch
 
 from pytest_mbmem.measure.on_gpu import OnGpu
 from pytest_mbmem.megatron import host
+from pytest_mbmem.megatron.model import DeviceBatches
 from pytest_mbmem.recipe import Recipe
 
 
@@ -26,3 +27,21 @@ def both(recipe: dict[str, Any], folder: str, spoil: bool) -> dict[str, Any]:
     model.on_losses = on_gpu._keep_loss
     model.step()
     return {"kept": on_gpu._losses, "mean": float(torch.cat(tokens).float().mean()), "microbatches": len(tokens)}
+
+
+def filled(recipe: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A microbatch of a real GPU's run: the values that each tensor has, and the tensors of another one."""
+    host.install()
+    model = host.host_model(Recipe.from_dict(recipe, "recipe"), 0, Path(folder, "store"), 60.0)
+    load = DeviceBatches()
+    first, second = (load(model.recipe, model.chunks[0]) for _ in range(2))
+    tokens, labels, mask = first["tokens"], first["labels"], first["attention_mask"]
+    assert tokens is not None
+    assert labels is not None
+    assert mask is not None
+    return {
+        "follows": bool(torch.equal(tokens[:, 1:], labels[:, :-1])),
+        "different": len(tokens.unique()),
+        "again": bool(torch.equal(tokens, second["tokens"])),  # type: ignore[arg-type]
+        "hidden": mask[0, 0].int().tolist(),
+    }

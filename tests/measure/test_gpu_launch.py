@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from gpu_stand_ins import share_server, stand_ins
 
-from pytest_mbmem.errors import TooFewGpus, UserError
+from pytest_mbmem.errors import CannotRunSolo, TooFewGpus, UserError
 from pytest_mbmem.measure import foreign, gpu_launch
 from pytest_mbmem.measure.gpu_launch import GpuLauncher, RanksMode, without_recompute
 from pytest_mbmem.measure.launch import Launcher, recipe_environment
 from pytest_mbmem.measure.nvml import machine
+from pytest_mbmem.measure.workers import CallResult
 from pytest_mbmem.measurement import Measurement
 from pytest_mbmem.recipe import Moe, Recipe
 from pytest_mbmem.throughput import Timing
@@ -81,6 +82,26 @@ def test_figures_of_a_real_gpu(gpus: Make, small_recipe: Recipe) -> None:
     assert {"driver", "CUDA", "NCCL", "torch", "megatron-core", "ranks"} <= set(measurement.environment)
 
 
+def test_memory_of_the_last_phase_counts(gpus: Make, small_recipe: Recipe) -> None:
+    """Optimizer state, which the only step makes at its end, makes PyTorch reserve most."""
+    (rank,) = gpus().measure(small_recipe.but(steps=1, vocab_size=20_000)).ranks
+    assert rank.peak("reserved", "optimizer") > rank.peak("reserved", "backward")
+    assert rank.device_used == rank.peak("reserved") + load_gpus()["l4-24gb"].context_bytes
+
+
+def test_ranks_that_are_named_are_those_reported(gpus: Make, small_recipe: Recipe) -> None:
+    measurement = gpus().measure(small_recipe.but(tp=2), ranks=[1])
+    assert (measurement.mode, [rank.rank for rank in measurement.ranks]) == ("joint", [1])
+    assert measurement.twin is not None
+    assert [rank.rank for rank in measurement.twin.ranks] == [1]
+
+
+def test_every_rank_of_a_joint_job_has_a_twin(gpus: Make, small_recipe: Recipe) -> None:
+    measurement = gpus().measure(small_recipe.but(tp=2))
+    assert measurement.twin is not None
+    assert [rank.rank for rank in measurement.twin.ranks] == [0, 1]
+
+
 def test_the_twin_itself_has_no_times(gpus: Make, small_recipe: Recipe) -> None:
     twin = gpus().measure(small_recipe).twin
     assert twin is not None
@@ -116,8 +137,16 @@ def test_solo_ranks_that_are_asked_for_leave_gpus_unused(gpus: Make, small_recip
 def test_experts_do_not_run_alone(gpus: Make, small_recipe: Recipe) -> None:
     model = replace(small_recipe.model, moe=Moe(num_moe_experts=8, moe_router_topk=2))
     recipe = replace(small_recipe, model=model).but(ep=4, dp=4, global_batch_size=4)
-    with pytest.raises(TooFewGpus, match="solo ranks cannot know how many tokens the others send to an expert"):
+    problem = "solo ranks cannot know how many tokens the others send to an expert"
+    with pytest.raises(TooFewGpus, match=problem):
         gpus().measure(recipe)
+    with pytest.raises(CannotRunSolo, match=problem):
+        gpus("solo").measure(recipe)
+
+
+def test_transformer_engine_is_refused_before_anything_runs(gpus: Make, small_recipe: Recipe) -> None:
+    with pytest.raises(UserError, match="'transformer_engine' is not possible with --mbmem-gpu yet"):
+        gpus().measure(small_recipe.but(transformer_impl="transformer_engine"))
 
 
 # The environment ------------------------------------------------------------------------------------------------------
@@ -211,7 +240,7 @@ def test_another_process_that_is_there_afterwards_does_too(
     gpus: Make, small_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([None, "other processes use GPU 0"])
-    monkeypatch.setattr(foreign, "problem", lambda gpu, *, uses_it: next(answers))
+    monkeypatch.setattr(foreign, "problem", lambda gpu, ours: next(answers))
     failure = gpus(count=1).measure(small_recipe).failure
     assert failure is not None
     assert (failure.kind, failure.message) == ("disturbed", "after the measurement other processes use GPU 0")
@@ -247,3 +276,30 @@ def test_what_has_no_effect_on_the_twin_has_none(gpus: Make, small_recipe: Recip
     assert failure is not None
     assert failure.kind == "no effect"
     assert failure.message.startswith("on the virtual twin: memory.recompute_modules 'moe'")
+
+
+def test_what_runs_without_a_measurement_is_refused_beside_another_process(gpus: Make) -> None:
+    other = {"device": 0, "pid": 4242, "bytes": "2 GiB"}
+    with pytest.raises(UserError, match="--mbmem-gpu: invalid: before the measurement other processes use GPU 0"):
+        gpus(foreign=[other], count=1).call_all([("os:getcwd", {})], {}, 30)
+
+
+@pytest.mark.parametrize(
+    ("result", "about_peers"),
+    [
+        (CallResult(failure="lost peer"), True),
+        (
+            CallResult(failure="error", message="Traceback\n  use_gloo_process_groups=False)\nValueError: NCCL error"),
+            False,
+        ),
+        (CallResult(failure="error", message="Traceback\ntorch.distributed.DistBackendError: NCCL error in: x"), True),
+        (
+            CallResult(failure="died", message="the worker was killed by SIGABRT", output="ProcessGroupNCCL watchdog"),
+            True,
+        ),
+        (CallResult(failure="died", message="the worker was killed by SIGABRT", output="free(): invalid"), False),
+        (CallResult(failure="died", message="the worker was killed by SIGKILL", output="ProcessGroupNCCL"), False),
+    ],
+)
+def test_the_failure_of_a_peer_is_told_from_a_failure_of_ones_own(result: CallResult, about_peers: bool) -> None:
+    assert gpu_launch._is_about_peers(result) is about_peers

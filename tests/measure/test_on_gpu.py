@@ -28,3 +28,14 @@ def test_a_loss_that_is_not_finite_is_none(host_launcher: HostLauncher, small_re
     result = host_launcher.call("gpu_losses:both", arguments)
     assert result.failure is None, result.message
     assert result.value["kept"] == [None]
+
+
+def test_real_gpus_train_on_random_text(host_launcher: HostLauncher, small_recipe: Recipe, tmp_path: Path) -> None:
+    recipe = shrunk(small_recipe)
+    result = host_launcher.call("gpu_losses:filled", {"recipe": recipe.to_dict(), "folder": str(tmp_path)})
+    assert result.failure is None, result.message
+    value, length = result.value, recipe.training.seq_length
+    assert value["follows"]
+    assert value["different"] > length // 2
+    assert not value["again"]
+    assert value["hidden"] == [[int(key > query) for key in range(length)] for query in range(length)]
