@@ -911,12 +911,13 @@ class MeasuringTests:
 
     def _end(self, found: Sequence[str | TooFewGpus]) -> NoReturn:
         """Fail the test for what was found; skip it if nothing but GPUs is lacking."""
-        lacking = [one for one in found if isinstance(one, TooFewGpus)]
-        if len(lacking) == len(found) and not self.run.options.require_gpus:
-            pytest.skip(str(lacking[0]))
-        require = "--mbmem-require-gpus: " if self.run.options.require_gpus else ""
-        texts = [one if isinstance(one, str) else f"{require}{one}" for one in found]
-        pytest.fail("\n\n".join(dict.fromkeys(texts)), pytrace=False)
+        texts = [one for one in found if isinstance(one, str)]
+        lacking = dict.fromkeys(str(one) for one in found if isinstance(one, TooFewGpus))
+        require = self.run.options.require_gpus
+        if not texts and not require:
+            pytest.skip("\n".join(lacking))
+        texts += [f"--mbmem-require-gpus: {one}" if require else one for one in lacking]
+        pytest.fail("\n\n".join(texts), pytrace=False)
 
     def _judge(
         self, item: pytest.Item, plan: Plan, watch: Watch | None, error: BaseException | None = None

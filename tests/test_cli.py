@@ -285,6 +285,6 @@ def test_solo_ranks_that_mean_nothing_are_no_measurement(
     stand_ins(monkeypatch, gpu="l4-24gb", count=2)
     file = tmp_path / "experts.yaml"
     model = "{num_layers: 2, hidden_size: 64, num_attention_heads: 4, moe: {num_moe_experts: 4}}"
-    file.write_text(f"model: {model}\nparallelism: {{ep: 2}}\n")
+    file.write_text(f"model: {model}\nparallelism: {{dp: 2, ep: 2}}\n")
     assert main(["measure", str(file), "--gpu", "--mode", "solo"]) == 1
     assert capsys.readouterr().err.startswith("mbmem: error: solo ranks cannot know how many tokens ")

@@ -28,10 +28,12 @@ import pytest
 
 @pytest.mark.peak_memory(limit="1 GiB")
 def test_two(mbmem):
-    measurement = mbmem.measure({"model": MODEL, "parallelism": {"tp": 2}, "training": {"seq_length": 64}})
+    measurement = mbmem.measure(recipe(2))
     print("measured", measurement.mode, [rank.rank for rank in measurement.ranks])
 
-MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+def recipe(tp):
+    model = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+    return {"model": model, "parallelism": {"tp": tp}, "training": {"seq_length": 64}}
 """
 
 
@@ -104,32 +106,25 @@ def test_too_few_gpus_are_a_visible_skip_or_a_failure(
     result.stdout.fnmatch_lines([f"--mbmem-require-gpus: {reason}"])
 
 
-NEEDS_TWO = """\
-import pytest
-
-@pytest.mark.peak_memory{limit}
-@pytest.mark.memory_saving({{"tp": 2}})
+NEEDS_TWO = (
+    PAIR.replace("def test_two(mbmem):", 'def test_two(mbmem):\n    mbmem.measure(recipe(1), name="one")')
+    + """
+@pytest.mark.peak_memory(limit="1 GiB")
+@pytest.mark.memory_saving({"tp": 2})
 def test_control(mbmem):
-    mbmem.measure("recipe.yaml")
-
-@pytest.mark.peak_memory{limit}
-def test_body(mbmem):
-    mbmem.measure("recipe.yaml")
-    mbmem.measure({{**RECIPE, "parallelism": {{"tp": 2}}}}, name="two")
-
-MODEL = {{"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}}
-RECIPE = {{"model": MODEL, "training": {{"seq_length": 64}}}}
+    mbmem.measure(recipe(1))
 """
+)
 
 
 def test_a_gate_that_failed_is_not_skipped_for_want_of_gpus(
     gpu_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_ins(monkeypatch, gpu="l4-24gb", count=1)
-    gpu_project.makepyfile(NEEDS_TWO.format(limit='(limit="1 MiB")'))
+    gpu_project.makepyfile(NEEDS_TWO.replace("1 GiB", "1 MiB"))
     result = gpu_project.runpytest("--mbmem-gpu", "--mbmem-ranks=joint")
     result.assert_outcomes(failed=2)
-    assert result.stdout.str().count("\nREGRESSION: peak allocated is ") == 2
+    assert result.stdout.str().count("\nREGRESSION: peak allocated ") == 2
     assert result.stdout.str().count("\ntoo few GPUs: the recipe's job has 2 ranks") == 2
 
 
@@ -137,14 +132,16 @@ def test_what_is_skipped_for_want_of_gpus_gets_no_baseline(
     gpu_project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stand_ins(monkeypatch, gpu="l4-24gb", count=1)
-    gpu_project.makepyfile(NEEDS_TWO.format(limit=""))
+    gpu_project.makepyfile(NEEDS_TWO.replace('(limit="1 GiB")', ""))
     result = gpu_project.runpytest("--mbmem-gpu", "--mbmem-ranks=joint", "--mbmem-update=new")
     result.assert_outcomes(skipped=2)
     assert not gpu_project.path.joinpath("baselines").exists()
 
 
 def test_solo_ranks_that_mean_nothing_are_a_failure(gpu_project: pytest.Pytester) -> None:
-    gpu_project.makepyfile(PAIR.replace('"tp"', '"ep"').replace("1000}", '1000, "moe": {"num_moe_experts": 4}}'))
+    gpu_project.makepyfile(
+        PAIR.replace('{"tp": tp}', '{"dp": 2, "ep": 2}').replace("1000}", '1000, "moe": {"num_moe_experts": 4}}')
+    )
     result = gpu_project.runpytest("--mbmem-gpu", "--mbmem-ranks=solo")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E *CannotRunSolo: solo ranks cannot know how many tokens *"])
@@ -292,7 +289,7 @@ def test_whole():
 
 @pytest.mark.peak_memory(limit="1 GiB")
 def test_model(megatron_model):
-    megatron_model("recipe.yaml").train()
+    megatron_model(recipe(2), rank=int(os.environ["RANK"])).step()
 
 @pytest.mark.peak_memory
 def test_recorded(mbmem):
@@ -318,15 +315,16 @@ def test_torchruns_processes_are_the_ranks(gpu_project: pytest.Pytester) -> None
     modes = {name.partition("::test_")[2]: measurement["mode"] for name, measurement in results.items()}
     assert modes == {"two": "joint", "whole": "joint", "model": "solo", "recorded": "joint"}
     assert [rank["rank"] for rank in results["test_it.py::test_two"]["ranks"]] == [0, 1]
-    whole = results["test_it.py::test_whole"]["ranks"]
-    assert [rank["phases"][0]["peak"]["allocated"] for rank in whole] == [4 * 2**20, 8 * 2**20]
+    whole = results["test_it.py::test_whole"]
+    assert [rank["phases"][0]["peak"]["allocated"] for rank in whole["ranks"]] == [4 * 2**20, 8 * 2**20]
     assert gpu_project.path.joinpath("baselines/stand-in-nvidia-l4-22gib/test_it.yaml").is_file()
     snapshots = sorted(gpu_project.path.joinpath("snapshots").iterdir())
     names = [re.sub("-[0-9a-f]{8}-", " ", path.stem.partition("test_it.py_test_")[2]) for path in snapshots]
     virtual = ["recorded rank0-virtual", "two rank0-virtual", "two rank1-virtual"]
     assert names == ["model rank0", *virtual, "whole rank0"]  # a whole test's other rank ran elsewhere
     assert [event["size"] for event in read_snapshot(snapshots[-1]).events if event["action"] == "alloc"] == [4 * 2**20]
-    assert "test_whole: --mbmem-snapshots: of rank 0 alone" in result.stdout
+    (note,) = whole["notes"]
+    assert note.startswith("--mbmem-snapshots: of rank 0 alone")
 
 
 def test_without_the_option_torchrun_is_no_matter(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 import yaml
+
+from pytest_mbmem.errors import UserError
+from pytest_mbmem.item import Worker
+from pytest_mbmem.measure.torchrun import Torchrun
+from pytest_mbmem.measurement import Device, Measurement
 
 
 def test_what_a_test_does_with_torch_is_measured(real_project: pytest.Pytester) -> None:
@@ -576,3 +584,28 @@ def test_a_failing_test_accepts_nothing(real_project: pytest.Pytester) -> None:
     result = real_project.runpytest("--mbmem-update=new")
     result.assert_outcomes(failed=1)
     result.stdout.no_fnmatch_line("*accepted*")
+
+
+# torchrun -------------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_wait_for_each_other_less_long_than_their_workers_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    from pytest_mbmem import measure
+
+    limits: list[float] = []
+
+    def nobody_answers(job: dict[str, Any], *_: object) -> list[None]:
+        limits.append(job["timeout"])
+        return [None, None]
+
+    def once(job: dict[str, Any], rank: int) -> int:
+        limits.append(job["timeout"])
+        return 1
+
+    monkeypatch.setattr(measure, "peers", SimpleNamespace(times_here=once, exchange=nobody_answers), raising=False)
+    torchrun = Torchrun(rank=0, world_size=2, local_rank=0, address="localhost", port=1, attempt="0")
+    device = Device(key="made-up", name="made up", capacity=2**30, virtual=False)
+    worker = Worker(device, Path("history"))
+    with pytest.raises(UserError, match="no figures from rank 0, 1 within 8 s"):
+        worker.gathered(Measurement(device, ()), torchrun, "test_it.py::test_x", 10.0)
+    assert limits == [8.0, 8.0]

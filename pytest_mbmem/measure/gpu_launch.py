@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import CannotRunSolo, MeasurementFailed, TooFewGpus, UserError
 from ..measurement import Device, Failure, Measurement, Mode, RankMeasurement, read_plain
+from ..options import RanksMode
 from ..recipe import Recipe
 from ..throughput import Timing
 from ..virtual_gpu.gpus import Gpu
@@ -43,8 +44,6 @@ _MOST_TWINS = 8
 _NETWORK = ("NCCL_", "TORCHELASTIC_")
 """Prefixes of variables that workers inherit: a cluster's network, and torchrun. They change nothing in PyTorch's own
 memory."""
-
-RanksMode = Literal["auto", "joint", "solo"]
 
 
 class GpuLauncher(Launcher):

@@ -12,11 +12,12 @@ from gpu_stand_ins import share_server, stand_ins
 
 from pytest_mbmem.errors import CannotRunSolo, TooFewGpus, UserError
 from pytest_mbmem.measure import foreign, gpu_launch
-from pytest_mbmem.measure.gpu_launch import GpuLauncher, RanksMode, without_recompute
+from pytest_mbmem.measure.gpu_launch import GpuLauncher, without_recompute
 from pytest_mbmem.measure.launch import Launcher, recipe_environment
 from pytest_mbmem.measure.nvml import machine
-from pytest_mbmem.measure.workers import CallResult
+from pytest_mbmem.measure.workers import CallResult, Workers
 from pytest_mbmem.measurement import Measurement
+from pytest_mbmem.options import RanksMode
 from pytest_mbmem.recipe import Moe, Recipe
 from pytest_mbmem.throughput import Timing
 from pytest_mbmem.virtual_gpu.gpus import load_gpus
@@ -170,19 +171,17 @@ def test_the_recipe_sets_the_environment(gpus: Make, small_recipe: Recipe, name:
 
 
 def test_what_transformer_engine_reads_at_its_import_needs_a_server_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, small_recipe: Recipe
+    gpus: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stand_ins(monkeypatch, gpu="l4-24gb")
-    launcher = GpuLauncher(machine(), load_gpus())
-    question = [("os:getenv", {"key": "NVTE_FLASH_ATTN"}), ("os:getppid", {})]
-    try:
-        before = [r.value for r in launcher.call_all(question, {}, 60)]
-        again = [r.value for r in launcher.call_all(question, {"NVTE_FLASH_ATTN": "0"}, 60)]
-        assert launcher.command_environment()["NVTE_FLASH_ATTN"] == "0"
-    finally:
-        launcher.close()
-    assert (before[0], again[0]) == (None, "0")
-    assert before[1] != again[1]
+    ended: list[str] = []
+    variable = "NVTE_FLASH_ATTN"
+    monkeypatch.setattr(Workers, "close", lambda own: ended.append(own.command_environment().get(variable, "")))
+    launcher, question = gpus(), [("os:getenv", {"key": "NVTE_FLASH_ATTN"})]
+    environments: list[dict[str, str]] = [{}, {"NVTE_FLASH_ATTN": "0"}, {"NVTE_FLASH_ATTN": "0"}]
+    answers = [launcher.call_all(question, environment, 60)[0].value for environment in environments]
+    assert answers == [None, "0", "0"]
+    assert ended == [""]  # once, and the next one begins with the variable
+    assert launcher.command_environment()["NVTE_FLASH_ATTN"] == "0"
 
 
 def test_the_server_is_told_no_gpu_and_inherits_a_clusters_network(gpus: Make, monkeypatch: pytest.MonkeyPatch) -> None:
