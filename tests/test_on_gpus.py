@@ -172,10 +172,10 @@ def test_a_whole_test_runs_on_one_gpu(gpu_project: pytest.Pytester) -> None:
         """\
         import os
         import pytest
-        import torch
 
         @pytest.mark.peak_memory(limit="1 GiB")
         def test_it():
+            import torch  # in the worker alone: pytester forgets modules, and torch cannot be loaded twice
             assert torch.cuda.device_count() == 1
             assert os.environ["CUDA_VISIBLE_DEVICES"].startswith("GPU-")
             torch.zeros(2**20, device="cuda")
@@ -190,12 +190,13 @@ def test_a_debugged_test_holds_the_one_gpu_that_it_sees(gpu_project: pytest.Pyte
     gpu_project.makepyfile(
         """\
         import pytest
-        import torch
         from pytest_mbmem.errors import UserError
         from pytest_mbmem.measure import gpu_locks, nvml
 
         @pytest.mark.peak_memory(limit="1 GiB")
         def test_it():
+            import torch  # in the worker alone, as above
+
             (gpu,) = nvml.machine().gpus
             assert torch.cuda.device_count() == 1
             with pytest.raises(UserError, match="is held by"), gpu_locks.held([gpu], 1, 0):
