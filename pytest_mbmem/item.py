@@ -72,8 +72,11 @@ _ASSUMPTIONS = ("kernels do nothing: a value that one would have computed reads 
 class Worker:
     """The process that one whole test runs in."""
 
-    def __init__(self, device: Device, history: Path, snapshots_folder: Path | None = None) -> None:
+    def __init__(
+        self, device: Device, history: Path, snapshots_folder: Path | None, environment: Mapping[str, str]
+    ) -> None:
         self.device = device
+        self.environment = environment  # versions of what the measurement depends on
         self.history = history  # the file that gets the allocator's history if a test fails for want of memory
         self.ran_out_of_memory = False  # and the allocator said what it had
         self.failed_request: int | None = None  # which event of the history that failure is
@@ -254,7 +257,6 @@ class Watch:
 
     def measurement(self, error: BaseException | None = None, own_rank: int = 0) -> Measurement:
         """What was measured; `error` is what ended the body early, `own_rank` the rank of a test without a recipe."""
-        from .measure.launch import versions
         from .measure.ranks import at
         from .virtual_gpu.counters import driver_is_loaded
 
@@ -283,7 +285,7 @@ class Watch:
         return Measurement(
             device=self._worker.device,
             ranks=(RankMeasurement(stands_for=1, **place, **results),),
-            environment=versions(),
+            environment=self._worker.environment,
             **fields,
         )
 
@@ -297,16 +299,22 @@ class Watch:
 
 
 def run(
-    test: str, options: dict[str, Any], device: dict[str, Any], snapshots: str | None, artifact: str | None
+    test: str,
+    options: dict[str, Any],
+    device: dict[str, Any],
+    snapshots: str | None,
+    artifact: str | None,
+    environment: dict[str, str],
 ) -> dict[str, Any]:
-    """In the worker: run the test. `snapshots` is the folder for that of a failure, `artifact` a file for it as well.
+    """In the worker: run the test. `snapshots` is the folder for that of a failure, `artifact` a file for it as well,
+    `environment` what a measurement depends on.
 
     Returns {"reports": serialised reports, "interruption": what ended the session, or None,
     "errors": why the test could not be run, "warnings": what it warned of, "history": see `Worker.leave_history`,
     "no_artifact": why a test that failed left no snapshot in `artifact`, or None}.
     """
     global WORKER
-    WORKER = Worker(Device(**device), _history(options), Path(snapshots) if snapshots else None)
+    WORKER = Worker(Device(**device), _history(options), Path(snapshots) if snapshots else None, environment)
     config = pytest.Config.fromdictargs(options, [test])
     if "no:terminal" in options["plugins"]:
         # pytest 8.4 asks for a terminal's writer to colour what an assertion compares
@@ -362,6 +370,7 @@ def _reports(measuring: Run, item: pytest.Item, options: dict[str, Any]) -> list
         "options": options,
         "device": vars(measuring.device),
         "snapshots": str(measuring.snapshots.folder_of_failures or ""),
+        "environment": measuring.launcher.versions(),
         "artifact": str(_artifact(options)) if measuring.artifacts is not None else None,
     }
     folder = config.invocation_params.dir

@@ -253,7 +253,24 @@ class Run:
         if torchrun is not None and torchrun.rank > 0 and self.worker is None:
             from .report.other_rank import OtherRank
 
-            self.config.pluginmanager.register(OtherRank(torchrun.rank), "mbmem-other-rank")
+            self.config.option.xmlpath = None  # the first rank's
+            self.config.pluginmanager.register(OtherRank(self, torchrun.rank), "mbmem-other-rank")
+
+    def enter(self, item: pytest.Item) -> None:
+        """Under torchrun: tell the launcher which test begins."""
+        from .measure.gpu_launch import GpuLauncher
+
+        if isinstance(self.launcher, GpuLauncher):
+            self.launcher.test_number = item.session.items.index(item)
+            self.launcher.test_name = item.nodeid
+
+    def failed_elsewhere(self, failed: Mapping[str, str]) -> list[tuple[int, str, str]]:
+        """What failed in the other processes of a torchrun: rank, test, text. `failed`: what failed here, by test."""
+        launcher = self.__dict__.get("launcher")  # if it was made
+        if self.options.torchrun is None or launcher is None:
+            return []
+        elsewhere: list[tuple[int, str, str]] = launcher.failed_elsewhere(failed)
+        return elsewhere
 
     def header(self) -> dict[str, str]:
         """What this session measures with, by name."""
@@ -862,6 +879,8 @@ class MeasuringTests:
         if plan is None:
             return
         item.stash[RECORD] = TestRecord()
+        if self.run.options.torchrun is not None and self.run.worker is None:
+            self.run.enter(item)
         if plan.mistake is not None:
             pytest.fail(plan.mistake, pytrace=False)
         if plan.in_worker and self.run.options.host:

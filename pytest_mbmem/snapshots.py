@@ -46,7 +46,7 @@ class Again(NamedTuple):
 
         if not isinstance(session, GpuLauncher):
             return cls(launcher, is_virtual=False)
-        if launcher is session and measurement.mode == "joint":
+        if launcher is session and measurement.mode == "joint" and measurement.world_size > 1:
             return cls(session.twin, is_virtual=True)
         return cls(launcher, is_virtual=launcher is not session)
 

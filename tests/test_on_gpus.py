@@ -321,8 +321,13 @@ def test_torchruns_processes_are_the_ranks(gpu_project: pytest.Pytester) -> None
     assert gpu_project.path.joinpath("baselines/stand-in-nvidia-l4-22gib/test_it.yaml").is_file()
     snapshots = sorted(gpu_project.path.joinpath("snapshots").iterdir())
     names = [re.sub("-[0-9a-f]{8}-", " ", path.stem.partition("test_it.py_test_")[2]) for path in snapshots]
-    virtual = ["recorded rank0-virtual", "two rank0-virtual", "two rank1-virtual"]
-    assert names == ["model rank0", *virtual, "whole rank0"]  # a whole test's other rank ran elsewhere
+    virtual = ["two rank0-virtual", "two rank1-virtual"]
+    assert names == [
+        "model rank0",
+        "recorded rank0",
+        *virtual,
+        "whole rank0",
+    ]  # a whole test's other rank ran elsewhere
     assert [event["size"] for event in read_snapshot(snapshots[-1]).events if event["action"] == "alloc"] == [4 * 2**20]
     (note,) = whole["notes"]
     assert note.startswith("--mbmem-snapshots: of rank 0 alone")
@@ -346,6 +351,39 @@ def test_torchruns_processes_agree_on_a_rank_that_dies(
     assert "died on rank 1 (stand-in NVIDIA L4): the worker was killed by SIGKILL" in result.stdout, result.stdout
     assert result.stdout.count("1 failed") == 1
     assert "[rank 1] FAILED test_it.py::test_two" in result.stderr
+
+
+APART = """\
+import os
+
+MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
+
+def measure(mbmem):
+    mbmem.measure({"model": MODEL, "parallelism": {"tp": 2}, "training": {"seq_length": 64}})
+
+def test_first(mbmem):
+    assert os.environ["RANK"] == "0", "too early"
+    measure(mbmem)
+
+def test_second(mbmem):
+    measure(mbmem)
+
+def test_last(mbmem):
+    assert os.environ["RANK"] == "0", "only here"
+    measure(mbmem)
+"""
+
+
+def test_what_fails_in_one_process_of_torchrun_is_reported_by_the_first(gpu_project: pytest.Pytester) -> None:
+    gpu_project.makepyfile(APART)
+    result = together(gpu_project.path, "--mbmem-timeout=60", "--mbmem-json=out.json")
+    # It learns at once that the other one is elsewhere, and meets it there.
+    assert "torchrun: this rank is at test_it.py::test_first, and rank 1 at test_it.py::test_second" in result.stdout
+    assert "2 failed, 1 passed" in result.stdout, result.stdout + result.stderr
+    assert "this rank is at test_it.py::test_last, and rank 1 at the end of its tests" in result.stdout
+    assert "rank 1: test_it.py::test_last failed" in result.stdout
+    assert "AssertionError: only here" in result.stdout
+    assert gpu_project.path.joinpath("out.json").is_file()
 
 
 def _tests(path: Path) -> list[dict[str, Any]]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from . import adapters, foreign, gpu_locks
 from . import ranks as rank_choice
 from .launch import Launcher, check, failure_of, recipe_environment, versions
 from .nvml import Machine, PhysicalGpu
-from .ranks import Rank, Ranks, Work
+from .parts import Part, Twin, is_about_peers
+from .ranks import Rank, Ranks
 from .torchrun import Torchrun
 from .workers import CallResult, Workers
 
@@ -37,6 +38,9 @@ GRACE = 30.0
 
 _LONGEST_WAIT = 6 * 3600.0
 """Seconds to wait for GPUs that other processes hold for their measurements."""
+
+_MEETINGS = "meetings"
+"""Under this name the processes of a torchrun say in which test they are."""
 
 _MOST_TWINS = 8
 """Ranks of a joint job up to which each has a twin; of a larger job one of each kind has."""
@@ -74,7 +78,8 @@ class GpuLauncher(Launcher):
         super().__init__(like(machine.gpus[0], known), timeout=timeout, jobs=1)
         self.gpus = machine.gpus
         self.machine, self.mode, self.torchrun, self._occupied = machine, mode, torchrun, occupied
-        self._measured = 0  # measurements, which all processes of a torchrun count alike
+        self._measured_in: Counter[str] = Counter()  # each test
+        self.test_number, self.test_name = 0, ""  # where the session is, which with torchrun all its processes must be
         self._import_time: dict[str, str] = {}
 
     @property
@@ -119,7 +124,7 @@ class GpuLauncher(Launcher):
 
         It ends them all when one ends that has failed, also the first one, which may not have written its reports yet.
         """
-        if self.torchrun is not None:
+        if self.torchrun is not None and self._server is not None:
             with contextlib.suppress(UserError):
                 self._exchanged(self.torchrun, "end", {}, False, self.timeout)
         self.close()
@@ -228,7 +233,7 @@ class GpuLauncher(Launcher):
             if isinstance(ranks, str):
                 reported = {rank.rank for rank in chosen}
                 ranks = "all" if recipe.world_size <= _MOST_TWINS else ranks
-        self._measured += 1
+        self._measured_in[self.test_name] += 1
         timing = timing or Timing()
         twin = partial(self._twin, recipe, ranks, count_flops, check_effects)
         if self.torchrun is None:
@@ -281,28 +286,31 @@ class GpuLauncher(Launcher):
             f"(ep={split.ep}, tp={split.tp}, pp={split.pp})"
         )
 
-    def _part(self, recipe: Recipe, mode: Mode, chosen: Sequence[Rank], timing: Timing) -> _Part:
+    def _part(self, recipe: Recipe, mode: Mode, chosen: Sequence[Rank], timing: Timing) -> Part:
         """What this process alone finds out."""
         if mode == "solo":
             with self._held(1) as gpus:
-                return self._watched(gpus, lambda: self._solo(gpus[0], recipe, chosen, timing))
+                return self._watched(gpus, chosen, lambda: self._solo(gpus[0], recipe, chosen, timing))
         with self._held(recipe.world_size) as gpus:
-            return self._watched(gpus, lambda: self._joint(gpus, recipe, chosen, timing))
+            return self._watched(gpus, chosen, lambda: self._joint(gpus, recipe, chosen, timing))
 
-    def _watched(self, gpus: Sequence[PhysicalGpu], run: Callable[[], _Part]) -> _Part:
+    def _watched(self, gpus: Sequence[PhysicalGpu], chosen: Sequence[Rank], run: Callable[[], Part]) -> Part:
         """The part that `run` makes; none if this process holds memory or another one uses a GPU already."""
-        part = _Part(disturbed=self._occupied() or _problem("before", gpus))
-        if part.disturbed is None:
-            part = run()
-            part.disturbed = _problem("after", gpus)
+        occupied = self._occupied()
+        part = Part(disturbed=(chosen[0].rank, occupied) if occupied is not None else None)
+        for when in ("before", "after"):
+            if part.disturbed is None:
+                part = run() if when == "after" else part
+                found = ((rank.rank, _problem(when, [gpu])) for rank, gpu in zip(chosen, gpus, strict=False))
+                part.disturbed = next(((rank, problem) for rank, problem in found if problem is not None), None)
         return part
 
-    def _solo(self, gpu: PhysicalGpu, recipe: Recipe, chosen: Sequence[Rank], timing: Timing) -> _Part:
+    def _solo(self, gpu: PhysicalGpu, recipe: Recipe, chosen: Sequence[Rank], timing: Timing) -> Part:
         calls = [_call(recipe, rank, gpu, timing) for rank in chosen]
         results = self._call_on(gpu, calls, recipe_environment(recipe), self.timeout)
-        return _Part({rank.rank: result for rank, result in zip(chosen, results, strict=True)})
+        return Part({rank.rank: result for rank, result in zip(chosen, results, strict=True)})
 
-    def _joint(self, gpus: Sequence[PhysicalGpu], recipe: Recipe, chosen: Sequence[Rank], timing: Timing) -> _Part:
+    def _joint(self, gpus: Sequence[PhysicalGpu], recipe: Recipe, chosen: Sequence[Rank], timing: Timing) -> Part:
         environment = recipe_environment(recipe)
         self._restart_if_needed(environment)
         with tempfile.TemporaryDirectory(prefix="mbmem-job-") as folder:
@@ -312,7 +320,7 @@ class GpuLauncher(Launcher):
                 for rank, gpu in zip(chosen, gpus, strict=True)
             ]
             results = self.call_together(calls, self.timeout, min(GRACE, 0.5 * self.timeout))
-        return _Part({rank.rank: result for rank, result in zip(chosen, results, strict=True)})
+        return Part({rank.rank: result for rank, result in zip(chosen, results, strict=True)})
 
     def _parts_of_all(
         self,
@@ -321,33 +329,28 @@ class GpuLauncher(Launcher):
         mode: Mode,
         chosen: Sequence[Rank],
         timing: Timing,
-        twin: Callable[[], _Twin],
-    ) -> list[_Part]:
+        twin: Callable[[], Twin],
+    ) -> list[Part]:
         """What each process of a torchrun finds out, the same list in all of them.
 
         Raises `UserError` in all of them if they do not measure the same, or one of them cannot.
         """
-        name = f"measurement-{self._measured}"
+        name = f"measurement-{self.test_number}-{self._measured_in[self.test_name]}"
+        what = {"recipe": recipe.digest, "GPU": self.device.key, "driver": self.machine.driver}
+        self._meet(torchrun, what)
         try:
             part = self._own_part(torchrun, name, recipe, mode, chosen, timing)
             if torchrun.rank == 0 and not part.has_failed:
                 part.twin = twin()
         except (UserError, MeasurementFailed) as error:  # the others must not wait for this one
-            part = _Part(error=str(error))
+            part = Part(error=str(error))
         part.ended = time.time()
         limit = (len(chosen) + 3 if mode == "solo" else 4) * self.timeout
-        same = {"recipe": recipe.digest, "GPU": self.device.key, "driver": self.machine.driver}
-        found = self._exchanged(torchrun, name, {**same, **part.to_json()}, part.has_failed, limit)
+        found = self._exchanged(torchrun, name, part.to_json(), part.has_failed, limit)
         missing = [str(number) for number, data in enumerate(found) if data is None]
         if missing:
             raise UserError(f"torchrun: no figures from rank {', '.join(missing)} within {limit:g} s")
-        payloads = [data for data in found if data is not None]
-        for what in same:
-            values = list(dict.fromkeys(data[what] for data in payloads))
-            if len(values) > 1:
-                hint = "; all must run the same tests in the same order (-p no:randomly)" if what == "recipe" else ""
-                raise UserError(f"torchrun: the ranks differ in their {what}: {', '.join(values)}{hint}")
-        parts = [_Part.from_json(data) for data in payloads]
+        parts = [Part.from_json(data) for data in found if data is not None]
         for number, other in enumerate(parts):
             if other.error is not None:
                 raise UserError(f"torchrun: rank {number}: {other.error}")
@@ -355,22 +358,53 @@ class GpuLauncher(Launcher):
 
     def _own_part(
         self, torchrun: Torchrun, name: str, recipe: Recipe, mode: Mode, chosen: Sequence[Rank], timing: Timing
-    ) -> _Part:
+    ) -> Part:
         """Of a joint job this process's rank; solo ranks are all the first one's."""
         if mode == "solo":
-            return self._part(recipe, mode, chosen, timing) if torchrun.rank == 0 else _Part()
+            return self._part(recipe, mode, chosen, timing) if torchrun.rank == 0 else Part()
         if torchrun.rank >= recipe.world_size:
-            return _Part()
+            return Part()
         rank = chosen[torchrun.rank]
         job = torchrun.job(name, 0.8 * self.timeout, min(GRACE, 0.5 * self.timeout))
         with self._held(1) as (gpu,):
 
-            def run() -> _Part:
+            def run() -> Part:
                 call = _call(recipe, rank, gpu, timing, job=job)
                 (result,) = self._call_on(gpu, [call], recipe_environment(recipe), self.timeout)
-                return _Part({rank.rank: result})
+                return Part({rank.rank: result})
 
-            return self._watched([gpu], run)
+            return self._watched([gpu], [rank], run)
+
+    def _meet(self, torchrun: Torchrun, what: Mapping[str, str]) -> None:
+        """Wait until all processes of a torchrun are here. Raises `UserError` if they are not in the same test."""
+        arguments = {
+            "job": torchrun.job(_MEETINGS, self.timeout),
+            "rank": torchrun.rank,
+            "place": [self.test_number, self._measured_in[self.test_name], self.test_name],
+            "what": dict(what),
+        }
+        call = ("pytest_mbmem.measure.peers:meet", arguments)
+        (result,) = super().call_all([call], {"CUDA_VISIBLE_DEVICES": ""}, self.timeout + 60)
+        problem = result.message if result.failure is not None else result.value["problem"]
+        if problem is not None:
+            raise UserError(f"torchrun: {problem}; all must run the same tests in the same order (-p no:randomly)")
+
+    def failed_elsewhere(self, failed: Mapping[str, str]) -> list[tuple[int, str, str]]:
+        """At the end of a session under torchrun: rank, test and text of what failed in the other processes.
+
+        `failed`: texts of this process, by test.
+        """
+        if self.torchrun is None:
+            return []
+        place = {"job": self.torchrun.job(_MEETINGS, self.timeout), "rank": self.torchrun.rank}
+        super().call_all([("pytest_mbmem.measure.peers:leave", place)], {"CUDA_VISIBLE_DEVICES": ""}, self.timeout)
+        found = self._exchanged(self.torchrun, "failed", {"failed": list(failed.items())}, False, self.timeout)
+        return [
+            (rank, test, text)
+            for rank, data in enumerate(found)
+            if rank != self.torchrun.rank
+            for test, text in ([] if data is None else data["failed"])
+        ]
 
     def _exchanged(
         self, torchrun: Torchrun, name: str, payload: Mapping[str, Any], failed: bool, limit: float
@@ -385,12 +419,12 @@ class GpuLauncher(Launcher):
 
     # Results ----------------------------------------------------------------------------------------------------------
 
-    def _twin(self, recipe: Recipe, ranks: Ranks, count_flops: bool, check_effects: bool) -> _Twin:
+    def _twin(self, recipe: Recipe, ranks: Ranks, count_flops: bool, check_effects: bool) -> Twin:
         """The same on the virtual twin, which also counts what no GPU tells."""
         try:
             found = self.twin.measure(recipe, ranks=ranks, count_flops=count_flops, check_effects=check_effects)
         except UserError as error:
-            return _Twin(None, {}, f"no virtual twin: {error}")
+            return Twin(None, {}, f"no virtual twin: {error}")
         kinds = {rank_choice.at(recipe, rank.rank).work: rank for rank in reversed(found.ranks)}
         model_flops = {work: rank.flops_per_step for work, rank in kinds.items()}
         plain = without_recompute(recipe)
@@ -404,21 +438,21 @@ class GpuLauncher(Launcher):
                 work: (result.value or {}).get("flops_per_step") for work, result in zip(kinds, results, strict=True)
             }
         small = tuple(replace(rank, composition=None) for rank in found.ranks)
-        return _Twin(replace(found, ranks=small), {kinds[work].rank: flops for work, flops in model_flops.items()})
+        return Twin(replace(found, ranks=small), {kinds[work].rank: flops for work, flops in model_flops.items()})
 
     def _measurement_of(
-        self, recipe: Recipe, mode: Mode, reported: Sequence[Rank], parts: Sequence[_Part]
+        self, recipe: Recipe, mode: Mode, reported: Sequence[Rank], parts: Sequence[Part]
     ) -> Measurement:
         """Of the ranks to report; what fails on any other is the measurement's failure all the same."""
         results = {number: (part.ended, result) for part in parts for number, result in part.results.items()}
-        twin = next((part.twin for part in parts if part.twin is not None), _Twin(None, {}))
+        twin = next((part.twin for part in parts if part.twin is not None), Twin(None, {}))
         counted = twin.counted(recipe)
         ranks: list[RankMeasurement] = []
         failures: list[tuple[tuple[bool, float, int], Failure]] = []  # whether it is for want of a peer, and when
         assumptions: list[str] = []
         for number, (ended, result) in sorted(results.items()):
             if result.failure is not None:
-                failures.append(((_is_about_peers(result), ended, result.order), failure_of(result, number)))
+                failures.append(((is_about_peers(result), ended, result.order), failure_of(result, number)))
                 continue
             assumptions += result.value["assumptions"]
             if result.value["failure"]:
@@ -429,7 +463,7 @@ class GpuLauncher(Launcher):
                 fields = {**result.value["rank"], **counted.get(rank.work, {})}
                 ranks.append(RankMeasurement.from_json(fields))
         disturbed = next((part.disturbed for part in parts if part.disturbed is not None), None)
-        first = Failure("disturbed", reported[0].rank, disturbed) if disturbed is not None else None
+        first = Failure("disturbed", *disturbed) if disturbed is not None else None
         if first is None and failures:
             first = min(failures, key=lambda failure: failure[0])[1]
         if first is None:
@@ -440,7 +474,7 @@ class GpuLauncher(Launcher):
             recipe=recipe.to_dict(),
             recipe_digest=recipe.digest,
             world_size=recipe.world_size,
-            environment=self._versions(mode),
+            environment=self.versions(mode),
             assumptions=tuple(dict.fromkeys(assumptions)),
             notes=(*adapters.adapter_notes(ranks), *self._notes(recipe, mode, ranks), *twin.notes),
             failure=first,
@@ -449,7 +483,8 @@ class GpuLauncher(Launcher):
             logs={f"rank{number}": result.output for number, (_, result) in results.items()},
         )
 
-    def _versions(self, mode: Mode) -> dict[str, str]:
+    def versions(self, mode: Mode = "solo") -> dict[str, str]:
+        """What a measurement depends on."""
         found = {**versions(), "driver": self.machine.driver, "ranks": mode}
         with contextlib.suppress(UserError):  # what does not start CUDA is the measurement's own failure
             found |= self._description["versions"]
@@ -460,8 +495,8 @@ class GpuLauncher(Launcher):
             yield "a test has started CUDA in the pytest process, whose context stays on the GPU beside this run"
         if mode == "solo" and recipe.world_size > 1:
             yield (
-                f"solo: each of {recipe.world_size} ranks ran alone on one GPU; its collectives took no time and "
-                "brought nothing, so that its losses mean nothing"
+                f"solo: each measured rank of {recipe.world_size} ran alone on one GPU; its collectives took no time "
+                "and brought nothing, so that its losses mean nothing"
             )
         for rank in ranks:
             steps = [str(number) for number, loss in enumerate(rank.losses, 1) if loss is None]
@@ -526,90 +561,3 @@ def _problem(when: str, gpus: Sequence[PhysicalGpu]) -> str | None:
     ours = (([os.getpid()] if foreign.used_here(gpu) else []) for gpu in gpus)
     found = (foreign.problem(gpu, mine) for gpu, mine in zip(gpus, ours, strict=True))
     return next((f"{when} the measurement {problem}" for problem in found if problem is not None), None)
-
-
-def _is_about_peers(result: CallResult) -> bool:
-    """Whether a rank failed only because another one did: torch.distributed says so, or its watchdog ends it."""
-    if result.failure == "died":
-        return "SIGABRT" in result.message and "ProcessGroupNCCL" in result.output
-    by_torch = re.search(r"^torch\.distributed\.Dist\w*Error", result.message, re.MULTILINE)
-    return result.failure == "lost peer" or by_torch is not None
-
-
-@dataclass
-class _Twin:
-    """What the virtual twin says."""
-
-    measurement: Measurement | None
-    model_flops: Mapping[int, int | None]  # by rank
-    problem: str = ""
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return (self.problem,) if self.problem else ()
-
-    @property
-    def no_effect(self) -> Failure | None:
-        """A setting that changes nothing there."""
-        failure = self.measurement.failure if self.measurement is not None else None
-        if failure is None or failure.kind != "no effect":
-            return None
-        return replace(failure, message=f"on the virtual twin: {failure.message}")
-
-    def counted(self, recipe: Recipe) -> dict[Work, dict[str, Any]]:
-        """FLOPs and collective bytes of each kind of rank, as fields of a `RankMeasurement`."""
-        found = self.measurement.ranks if self.measurement is not None else ()
-        return {
-            rank_choice.at(recipe, rank.rank).work: {
-                "flops_per_step": rank.flops_per_step,
-                "collective_bytes": dict(rank.collective_bytes),
-                "model_flops": self.model_flops.get(rank.rank),
-            }
-            for rank in reversed(found)
-            if rank.rank in self.model_flops
-        }
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "measurement": self.measurement and self.measurement.to_json(),
-            "model_flops": [[rank, flops] for rank, flops in self.model_flops.items()],
-            "problem": self.problem,
-        }
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> _Twin:
-        """Read what `to_json` wrote."""
-        measurement = data["measurement"] and Measurement.from_json(data["measurement"], "twin")
-        return cls(measurement, dict(map(tuple, data["model_flops"])), data["problem"])
-
-
-@dataclass
-class _Part:
-    """What one process knows of a measurement."""
-
-    results: dict[int, CallResult] = dataclasses.field(default_factory=dict)  # by rank
-    disturbed: str | None = None
-    error: str | None = None  # of this process, so that it measured nothing
-    ended: float = 0.0  # time of day in seconds, to order what fails in several processes
-    twin: _Twin | None = None
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether other ranks need not wait."""
-        failed = any(r.failure is not None or r.value["failure"] is not None for r in self.results.values())
-        return failed or self.disturbed is not None or self.error is not None
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain data, with the end of what workers printed."""
-        short = {rank: replace(result, output=result.output[-4000:]) for rank, result in self.results.items()}
-        results = [[rank, dataclasses.asdict(result)] for rank, result in short.items()]
-        more = {"disturbed": self.disturbed, "error": self.error, "ended": self.ended}
-        return {"results": results, **more, "twin": self.twin and self.twin.to_json()}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> _Part:
-        """Read what `to_json` wrote."""
-        results = {rank: CallResult(**fields) for rank, fields in data["results"]}
-        twin = data["twin"] and _Twin.from_json(data["twin"])
-        return cls(results, data["disturbed"], data["error"], data["ended"], twin)

@@ -99,6 +99,10 @@ class Launcher(Workers):
                 results[index] = finish([next(answers) for _ in calls])
         return [results[index] for index in range(len(recipes))]
 
+    def versions(self) -> dict[str, str]:
+        """What a measurement depends on."""
+        return versions()
+
     def cannot_run_alone(self, recipe: Recipe) -> str | None:
         """Why one rank of the recipe means nothing without the others; on a virtual GPU what they send is assumed."""
         return None

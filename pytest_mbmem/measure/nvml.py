@@ -132,7 +132,7 @@ def _no_answer(gpu: PhysicalGpu, error: Exception) -> NoReturn:
 
 def _torch_cuda() -> str:
     """The version of CUDA that the installed torch is built for, found without importing torch."""
-    install = f"install one with 'pip install torch' on Linux, without a '+cpu' index; {_ELSE}"
+    install = "install one with 'pip install torch' on Linux, without a '+cpu' index"
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise UserError(f"--mbmem-gpu: needs a CUDA build of torch, and torch is not installed: {install}")

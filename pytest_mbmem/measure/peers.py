@@ -24,6 +24,8 @@ from .server import LOST_PEER
 
 _POLL = 0.5  # seconds
 
+_END = 10**9  # the number of no test
+
 
 def join(job: dict[str, Any] | None) -> Callable[[Recipe, int], None]:
     """What makes this process a rank: of this job, or alone if it is None."""
@@ -54,6 +56,39 @@ def _end_with_peers(job: dict[str, Any]) -> None:
 def times_here(job: dict[str, Any], rank: int) -> int:
     """How often this has been called for this job and rank, this time included."""
     return int(_store(job).add(f"times/{rank}", 1))
+
+
+def meet(job: dict[str, Any], rank: int, place: list[Any], what: dict[str, Any]) -> dict[str, Any]:
+    """Wait until all processes of a torchrun are at the same place of the run: [number of the test, count, its name].
+
+    `what` they measure there must be the same. Returns {"problem": text}, or None in it. One that is behind another
+    learns it at once, and the one ahead waits for it there.
+    """
+    store = _store(job)
+    store.set(f"at/{rank}", json.dumps({"place": place, "what": what}))
+    deadline = time.monotonic() + job["timeout"]
+    others = [other for other in range(job["world_size"]) if other != rank]
+    while True:
+        there = {other: json.loads(store.get(f"at/{other}")) for other in others if store.check([f"at/{other}"])}
+        ahead = [other for other, found in there.items() if found["place"][:2] > place[:2]]
+        if ahead:
+            names = ", ".join(f"rank {other} at {there[other]['place'][2]}" for other in ahead)
+            return {"problem": f"this rank is at {place[2]}, and {names}: it failed or was skipped there before"}
+        if len(there) == len(others) and all(found["place"] == place for found in there.values()):
+            for name, own in what.items():
+                values = list(dict.fromkeys([own, *(found["what"][name] for found in there.values())]))
+                if len(values) > 1:
+                    return {"problem": f"the ranks differ in their {name}: {', '.join(values)}"}
+            return {"problem": None}
+        if time.monotonic() > deadline:
+            late = [str(o) for o in others if o not in there or there[o]["place"] != place]
+            return {"problem": f"rank {', '.join(late)} did not come to {place[2]} within {job['timeout']:g} s"}
+        time.sleep(_POLL / 10)
+
+
+def leave(job: dict[str, Any], rank: int) -> None:
+    """Tell those who wait to `meet` this rank that it comes to no more tests."""
+    _store(job).set(f"at/{rank}", json.dumps({"place": [_END, 0, "the end of its tests"], "what": {}}))
 
 
 def exchange(job: dict[str, Any], rank: int, payload: dict[str, Any], failed: bool) -> list[dict[str, Any] | None]:

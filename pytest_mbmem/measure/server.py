@@ -57,7 +57,8 @@ def _run(request: dict[str, Any], folder: Path) -> NoReturn:
     with (folder / "output").open("wb") as stream:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
-    faulthandler.register(_TELL, all_threads=True)
+    # Into the output whatever becomes of stderr: pytest in here captures it.
+    faulthandler.register(_TELL, file=os.dup(1), all_threads=True)
     try:
         os.environ.update(request["environment"])
         if request["cwd"]:

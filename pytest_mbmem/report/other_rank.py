@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Generator
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest._io import TerminalWriter
+
+from ..errors import UserError
+
+if TYPE_CHECKING:
+    from ..session import Run
 
 
 class OtherRank:
     """Hooks for one session."""
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._failed: list[str] = []
+    def __init__(self, run: Run, rank: int) -> None:
+        self._run, self._rank = run, rank
+        self._failed: dict[str, str] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionstart(self, session: pytest.Session) -> Generator[None, object, object]:
@@ -30,19 +37,16 @@ class OtherRank:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Note a failure."""
         if report.failed:
-            self._failed.append(f"{report.nodeid}: {_last_line(report)}")
+            self._failed[report.nodeid] = report.longreprtext
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Note what could not be collected."""
         if report.failed:
-            self._failed.append(f"{report.nodeid}: {_last_line(report)}")
+            self._failed[report.nodeid] = report.longreprtext
 
     def pytest_sessionfinish(self) -> None:
-        """Name what failed: it may have failed on this rank alone."""
-        for line in self._failed:
-            print(f"[rank {self._rank}] FAILED {line}", file=sys.__stderr__, flush=True)
-
-
-def _last_line(report: pytest.TestReport | pytest.CollectReport) -> str:
-    lines = report.longreprtext.strip().splitlines()
-    return lines[-1].strip() if lines else ""
+        """Name what failed, and tell the first rank, which reports it."""
+        for test in self._failed:
+            print(f"[rank {self._rank}] FAILED {test}", file=sys.__stderr__, flush=True)
+        with suppress(UserError):
+            self._run.failed_elsewhere(self._failed)

@@ -30,6 +30,7 @@ class Reporter:
         self._orphans: list[Orphan] = []
         self._problems: list[str] = []
         self._written: list[str] = []
+        self._elsewhere: list[tuple[int, str, str]] = []  # what failed in other processes of a torchrun
         self._lacked_gpus = 0  # tests that were skipped for it
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -59,6 +60,12 @@ class Reporter:
         """Update baselines and write reports; what goes wrong there fails the session."""
         if session.config.option.collectonly:
             return
+        try:
+            self._elsewhere = self._run.failed_elsewhere({})
+        except UserError as error:
+            self._problems.append(str(error))
+        if self._elsewhere and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
         for step in (self._update, self._find_orphans, self._write_reports):
             try:
                 step()
@@ -122,6 +129,9 @@ class Reporter:
             terminalreporter.section("memory")
             for line in lines:
                 terminalreporter.write_line(line)
+        for rank, test, text in self._elsewhere:
+            terminalreporter.section(f"rank {rank}: {test} failed", sep="_", red=True)
+            terminalreporter.write_line(text)
         for problem in self._problems:
             terminalreporter.write_line(f"mbmem: error: {problem}", red=True)
 

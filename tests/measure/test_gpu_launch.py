@@ -15,6 +15,7 @@ from pytest_mbmem.measure import foreign, gpu_launch
 from pytest_mbmem.measure.gpu_launch import GpuLauncher, without_recompute
 from pytest_mbmem.measure.launch import Launcher, recipe_environment
 from pytest_mbmem.measure.nvml import machine
+from pytest_mbmem.measure.parts import is_about_peers
 from pytest_mbmem.measure.workers import CallResult, Workers
 from pytest_mbmem.measurement import Measurement
 from pytest_mbmem.options import RanksMode
@@ -301,4 +302,4 @@ def test_what_runs_without_a_measurement_is_refused_beside_another_process(gpus:
     ],
 )
 def test_the_failure_of_a_peer_is_told_from_a_failure_of_ones_own(result: CallResult, about_peers: bool) -> None:
-    assert gpu_launch._is_about_peers(result) is about_peers
+    assert is_about_peers(result) is about_peers

@@ -37,7 +37,7 @@ class Faulty:
 
     def __init__(self, launcher: Launcher, fault: str) -> None:
         self._launcher, self._fault = launcher, fault
-        self.timeout = launcher.timeout
+        self.timeout, self.cannot_run_alone = launcher.timeout, launcher.cannot_run_alone
 
     def call_all(
         self, calls: Sequence[tuple[str, Mapping[str, Any]]], environment: Mapping[str, str], timeout: float
