@@ -605,7 +605,7 @@ def test_ranks_wait_for_each_other_less_long_than_their_workers_live(monkeypatch
     monkeypatch.setattr(measure, "peers", SimpleNamespace(times_here=once, exchange=nobody_answers), raising=False)
     torchrun = Torchrun(rank=0, world_size=2, local_rank=0, address="localhost", port=1, attempt="0")
     device = Device(key="made-up", name="made up", capacity=2**30, virtual=False)
-    worker = Worker(device, Path("history"))
+    worker = Worker(device, Path("history"), None, {})
     with pytest.raises(UserError, match="no figures from rank 0, 1 within 8 s"):
         worker.gathered(Measurement(device, ()), torchrun, "test_it.py::test_x", 10.0)
     assert limits == [8.0, 8.0]

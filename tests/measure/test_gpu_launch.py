@@ -123,7 +123,7 @@ def test_with_fewer_gpus_than_ranks_each_rank_runs_alone(gpus: Make, small_recip
     measurement = gpus().measure(small_recipe.but(tp=2, pp=2, global_batch_size=2))
     assert (measurement.failure, measurement.mode) == (None, "solo")
     assert [rank.rank for rank in measurement.ranks] == [0, 2]
-    assert any(note.startswith("solo: each of 4 ranks ran alone") for note in measurement.notes)
+    assert any(note.startswith("solo: each measured rank of 4 ran alone") for note in measurement.notes)
 
 
 def test_joint_ranks_that_are_asked_for_need_their_gpus(gpus: Make, small_recipe: Recipe) -> None:

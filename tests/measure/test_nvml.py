@@ -571,7 +571,7 @@ def test_a_build_of_torch_without_cuda(
     install_torch(monkeypatch, tmp_path, cuda, library)
     assert problem() == (
         f"--mbmem-gpu: needs a CUDA build of torch, and torch 2.14.1+cu129 in {tmp_path}/torch is none: install one "
-        "with 'pip install torch' on Linux, without a '+cpu' index; without --mbmem-gpu tests run on the virtual GPU"
+        "with 'pip install torch' on Linux, without a '+cpu' index"
     )
 
 
