@@ -6,8 +6,10 @@ registered when the first test that measures is collected.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -128,6 +130,22 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
     """Remember that not all tests were selected."""
     if items:
         items[0].config.stash[RUN].collected.complete = False
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, dict[str, Any] | None, dict[str, Any] | None]:
+    """Send figures as text: xdist's execnet cannot send numbers below -2**31, which differences of bytes can be."""
+    data = yield
+    if data is not None and "mbmem" in data:
+        data["mbmem"] = json.dumps(data["mbmem"])
+    return data
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_from_serializable(data: dict[str, Any]) -> None:
+    """The other way round, before pytest makes the report."""
+    if isinstance(data.get("mbmem"), str):
+        data["mbmem"] = json.loads(data["mbmem"])
 
 
 @pytest.hookimpl(optionalhook=True)

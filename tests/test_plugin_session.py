@@ -189,3 +189,15 @@ def pytest_runtest_protocol(item, nextitem):
     assert len(rows) == 1
     assert "64.00 MiB" in rows[0]
     assert "peak: 134217728" in project.path.joinpath("baselines/virtual-h100-80gb/test_it.yaml").read_text()
+
+
+def test_reports_carry_differences_beyond_two_gib_to_xdists_controller(pytestconfig: pytest.Config) -> None:
+    """execnet refuses whole numbers below -2**31."""
+    dumps = pytest.importorskip("execnet").gateway_base.dumps_internal
+    report = pytest.TestReport(
+        "t.py::test", ("t.py", 0, "test"), {}, "passed", None, "call", mbmem={"change": -(2**33)}
+    )
+    data = pytestconfig.hook.pytest_report_to_serializable(config=pytestconfig, report=report)
+    assert dumps(data)
+    received = pytestconfig.hook.pytest_report_from_serializable(config=pytestconfig, data=data)
+    assert received.mbmem == {"change": -(2**33)}
