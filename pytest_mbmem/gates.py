@@ -321,14 +321,17 @@ def stale_notes(baseline: Entry, measurement: Measurement) -> Iterator[str]:
 def environment_notes(figure: Figure, measurement: Measurement) -> Iterator[str]:
     """Versions that are not those of the baseline."""
     now = {key: str(value) for key, value in measurement.environment.items()}
-    keys = [*figure.environment, *(key for key in now if key not in figure.environment)]
-    differing = [
-        f"{key} {figure.environment.get(key, '(not recorded)')} -> {now.get(key, '(not recorded)')}"
-        for key in keys
-        if figure.environment.get(key) != now.get(key)
-    ]
-    if differing:
+    if differing := environment_changes(figure.environment, now):
         yield f"the environment is not the baseline's: {', '.join(differing)}"
+
+
+def environment_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """What differs between two environments, as in "torch 2.13.0 -> 2.14.1"."""
+    return [
+        f"{name} {old.get(name, '(not recorded)')} -> {new.get(name, '(not recorded)')}"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name) != new.get(name)
+    ]
 
 
 def history_notes(figure: Figure, measured: int, allowed: int, name: str, text: Callable[[int], str]) -> Iterator[str]:

@@ -39,6 +39,9 @@ GRACE = 30.0
 _LONGEST_WAIT = 6 * 3600.0
 """Seconds to wait for GPUs that other processes hold for their measurements."""
 
+_TELLING = 60.0
+"""Seconds that a worker has beyond the limit of what it waits for, to say so itself."""
+
 _MEETINGS = "meetings"
 """Under this name the processes of a torchrun say in which test they are."""
 
@@ -166,7 +169,7 @@ class GpuLauncher(Launcher):
         return results
 
     def _check_alone(self, when: str, gpu: PhysicalGpu) -> None:
-        if problem := self._occupied() or _problem(when, [gpu]):
+        if problem := self._occupied() or _problem(when, gpu):
             raise UserError(f"--mbmem-gpu: invalid: {problem}")
 
     def _call_on(
@@ -296,13 +299,17 @@ class GpuLauncher(Launcher):
 
     def _watched(self, gpus: Sequence[PhysicalGpu], chosen: Sequence[Rank], run: Callable[[], Part]) -> Part:
         """The part that `run` makes; none if this process holds memory or another one uses a GPU already."""
-        occupied = self._occupied()
-        part = Part(disturbed=(chosen[0].rank, occupied) if occupied is not None else None)
-        for when in ("before", "after"):
-            if part.disturbed is None:
-                part = run() if when == "after" else part
-                found = ((rank.rank, _problem(when, [gpu])) for rank, gpu in zip(chosen, gpus, strict=False))
-                part.disturbed = next(((rank, problem) for rank, problem in found if problem is not None), None)
+
+        def disturbed(when: str) -> tuple[int, str] | None:
+            found = ((rank.rank, _problem(when, gpu)) for rank, gpu in zip(chosen, gpus, strict=False))
+            return next(((rank, problem) for rank, problem in found if problem is not None), None)
+
+        if (occupied := self._occupied()) is not None:
+            return Part(disturbed=(chosen[0].rank, occupied))
+        if (problem := disturbed("before")) is not None:
+            return Part(disturbed=problem)
+        part = run()
+        part.disturbed = disturbed("after")
         return part
 
     def _solo(self, gpu: PhysicalGpu, recipe: Recipe, chosen: Sequence[Rank], timing: Timing) -> Part:
@@ -383,8 +390,7 @@ class GpuLauncher(Launcher):
             "place": [self.test_number, self._measured_in[self.test_name], self.test_name],
             "what": dict(what),
         }
-        call = ("pytest_mbmem.measure.peers:meet", arguments)
-        (result,) = super().call_all([call], {"CUDA_VISIBLE_DEVICES": ""}, self.timeout + 60)
+        result = self._tell("meet", arguments, self.timeout)
         problem = result.message if result.failure is not None else result.value["problem"]
         if problem is not None:
             raise UserError(f"torchrun: {problem}; all must run the same tests in the same order (-p no:randomly)")
@@ -397,7 +403,7 @@ class GpuLauncher(Launcher):
         if self.torchrun is None:
             return []
         place = {"job": self.torchrun.job(_MEETINGS, self.timeout), "rank": self.torchrun.rank}
-        super().call_all([("pytest_mbmem.measure.peers:leave", place)], {"CUDA_VISIBLE_DEVICES": ""}, self.timeout)
+        self._tell("leave", place, self.timeout)
         found = self._exchanged(self.torchrun, "failed", {"failed": list(failed.items())}, False, self.timeout)
         return [
             (rank, test, text)
@@ -411,11 +417,15 @@ class GpuLauncher(Launcher):
     ) -> list[dict[str, Any] | None]:
         """What all processes of a torchrun say under a name, by rank."""
         arguments = {"job": torchrun.job(name, limit), "rank": torchrun.rank, "payload": payload, "failed": failed}
-        environment = {"CUDA_VISIBLE_DEVICES": ""}
-        (result,) = super().call_all([("pytest_mbmem.measure.peers:exchange", arguments)], environment, limit + 60)
+        result = self._tell("exchange", arguments, limit)
         if result.failure is not None:
             raise UserError(f"torchrun: the ranks cannot reach each other: {result.message}\n{result.output}".strip())
         return list(result.value)
+
+    def _tell(self, function: str, arguments: Mapping[str, Any], limit: float) -> CallResult:
+        """Call a function of `peers` that ends within `limit` seconds, in a worker without a GPU."""
+        call = (f"pytest_mbmem.measure.peers:{function}", arguments)
+        return super().call_all([call], {"CUDA_VISIBLE_DEVICES": ""}, limit + _TELLING)[0]
 
     # Results ----------------------------------------------------------------------------------------------------------
 
@@ -549,7 +559,7 @@ def _call(
             "gpu": dataclasses.asdict(gpu),
             "timing": dataclasses.asdict(timing),
             "has_losses": has_losses,
-            "ours": [os.getpid()] if foreign.used_here(gpu) else [],
+            "ours": _ours(gpu),
         },
     }
     if job is not None:
@@ -557,7 +567,11 @@ def _call(
     return "pytest_mbmem.measure.worker:measure_rank", arguments
 
 
-def _problem(when: str, gpus: Sequence[PhysicalGpu]) -> str | None:
-    ours = (([os.getpid()] if foreign.used_here(gpu) else []) for gpu in gpus)
-    found = (foreign.problem(gpu, mine) for gpu, mine in zip(gpus, ours, strict=True))
-    return next((f"{when} the measurement {problem}" for problem in found if problem is not None), None)
+def _ours(gpu: PhysicalGpu) -> list[int]:
+    """The number of this process, if it uses the GPU."""
+    return [os.getpid()] if foreign.used_here(gpu) else []
+
+
+def _problem(when: str, gpu: PhysicalGpu) -> str | None:
+    problem = foreign.problem(gpu, _ours(gpu))
+    return None if problem is None else f"{when} the measurement {problem}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from ..errors import UserError
 from .results import Results
@@ -16,10 +17,14 @@ def text(results: Results) -> str:
 
 def load(path: Path) -> Results:
     """Read what `text` wrote. Raises `UserError` naming the file if it is missing, damaged or something else."""
+    return Results.from_json(read(path), str(path))
+
+
+def read(path: Path) -> Any:
+    """The data of a JSON file. Raises `UserError` naming the file if there are none."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read as JSON ({error})") from None
-    return Results.from_json(data, str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,9 +10,10 @@ from typing import Any
 
 from ..compare import how
 from ..errors import UserError
-from ..gates import recipe_changes
+from ..gates import environment_changes, recipe_changes
 from ..measurement import Device, Measurement
 from ..validation import show
+from . import json
 from .results import Results
 from .rows import label_of, measured_ranks
 from .text import printable, table
@@ -34,12 +34,7 @@ class File:
     @classmethod
     def load(cls, path: Path) -> File:
         """Raises `UserError` for what is neither of the two."""
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}: cannot be read as JSON ({error})") from None
+        data = json.read(path)
         if isinstance(data, dict) and "tests" in data:
             return cls(path, _of_tests(Results.from_json(data, str(path))), single=False)
         if isinstance(data, dict) and "device" in data:
@@ -172,13 +167,7 @@ def _pair_notes(one: Measurement, other: Measurement) -> Iterator[str]:
     yield from _recipe_notes(one, other)
     if one.mode != other.mode:
         yield f"A has {one.mode} ranks, B {other.mode} ones"
-    before, after = dict(one.environment), dict(other.environment)
-    differing = [
-        f"{name} {before.get(name, '(not recorded)')} -> {after.get(name, '(not recorded)')}"
-        for name in dict.fromkeys((*before, *after))
-        if before.get(name) != after.get(name)
-    ]
-    if differing:
+    if differing := environment_changes(one.environment, other.environment):
         yield f"the environment differs: {', '.join(differing)}"
     if any(d.metric == DEVICE_USED for d in peaks(one, other)):
         for name, measurement in zip(_SIDES, (one, other), strict=True):
