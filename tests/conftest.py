@@ -112,6 +112,8 @@ def host_project(
 
 def _begin(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
+    for name in ("CI", "BUILD_NUMBER"):  # with them, pytest's summary repeats whole messages
+        monkeypatch.delenv(name, raising=False)
     pytester._name = "test_it"  # of the file that makepyfile() makes
     pytester.path.joinpath("tox.ini").write_text(PROJECT_INI)
     pytester.path.joinpath("recipe.yaml").write_text(RECIPE_YAML)

@@ -248,7 +248,7 @@ def test_a_summary_is_plain_data_and_read_back() -> None:
 
 def test_what_a_whole_test_leaves_is_of_the_rank_that_it_built() -> None:
     device = Device("virtual-h100-80gb", "NVIDIA H100 80GB HBM3", 80 * 2**30, virtual=True)
-    worker = Worker(device, Path("no history"))
+    worker = Worker(device, Path("no history"), None, {})
     body: Any = SimpleNamespace(end=lambda fixtures, with_model: Trace())
     assert worker.grown(body, {}, GrowthRule())[0].ranks[0].rank == 0
     worker.built.append((RECIPE, 3))
