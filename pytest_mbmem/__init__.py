@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .compare import Comparison
-    from .errors import MeasurementFailed, NoEffect, NotOnHost, OutOfMemory, ParityFailed, Refused, UserError
+    from .errors import (
+        IncompatibleSettings,
+        MeasurementFailed,
+        NoEffect,
+        NotOnHost,
+        OutOfMemory,
+        ParityFailed,
+        Refused,
+        UserError,
+    )
     from .labels import offload_labels, recompute_labels
     from .measurement import Measurement
     from .models import PRESETS, preset
@@ -20,6 +29,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Comparison": "compare",
+    "IncompatibleSettings": "errors",
     "MeasurementFailed": "errors",
     "NoEffect": "errors",
     "NotOnHost": "errors",
@@ -47,6 +57,7 @@ _HOMES = {
 __all__ = [
     "PRESETS",
     "Comparison",
+    "IncompatibleSettings",
     "Lora",
     "Measurement",
     "MeasurementFailed",

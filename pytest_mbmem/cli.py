@@ -1,4 +1,4 @@
-"""The command `mbmem`: measure a recipe, show the results of a test run, list the virtual GPUs."""
+"""The command `mbmem`: measure or check a recipe, show the results of a test run, list the virtual GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .errors import MeasurementFailed, TooFewGpus, UserError
+from .errors import IncompatibleSettings, MeasurementFailed, TooFewGpus, UserError
 from .files import write_report
 from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, choose_gpu, choose_ranks_mode, seconds
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 for a measurement that failed, 2 for a mistake of the user."""
+    """Exit status: 0, 1 for a measurement that failed or a recipe that is refused, 2 for a mistake of the user."""
     arguments = _parser().parse_args(argv)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names that the terminal has no characters for
@@ -73,6 +73,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     measure.add_argument("--json", type=Path, metavar="FILE", help="write the measurement as JSON")
     measure.set_defaults(run=_measure)
+
+    check = commands.add_parser("check", help="say which documented constraints a recipe breaks, before anything runs")
+    check.add_argument("recipes", type=Path, nargs="+", metavar="RECIPE.yaml")
+    check.add_argument("--megatron-core", metavar="VERSION", help="judge as for this version (default: the installed)")
+    check.set_defaults(run=_check)
+
+    explain = commands.add_parser("explain", help="show what is known of a documented constraint")
+    explain.add_argument("id", nargs="?", metavar="ID", help="of the constraint; without it, all are listed")
+    explain.set_defaults(run=_explain)
 
     report = commands.add_parser("report", help="show the results of a test run")
     report.add_argument("results", type=Path, metavar="RESULTS.json", help="what pytest --mbmem-json=FILE wrote")
@@ -156,6 +165,44 @@ def _launcher(arguments: argparse.Namespace, timeout: float) -> Launcher:
 
     mode = choose_ranks_mode(arguments.mode or "auto", "--mode")
     return GpuLauncher(machine(), load_gpus(arguments.gpus), timeout=timeout, mode=mode)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from .incompatibilities import check, installed
+    from .incompatibilities.explain import accepted_text
+    from .recipe import Recipe
+
+    versions = installed()
+    if arguments.megatron_core is not None:
+        versions["megatron-core"] = _version(arguments.megatron_core, "--megatron-core")
+    recipes = [Recipe.from_yaml(path) for path in arguments.recipes]
+    refused = 0
+    for recipe in recipes:
+        try:
+            check(recipe, versions=versions)
+        except IncompatibleSettings as error:
+            refused += 1
+            print(f"{error}\n")
+        else:
+            print(f"{accepted_text(recipe, versions)}\n")
+    return 1 if refused else 0
+
+
+def _version(text: str, option: str) -> str:
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(text))
+    except InvalidVersion:
+        raise UserError(f"{option}: {text!r} is not a version, as in 0.16.1") from None
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from .incompatibilities import catalog
+    from .incompatibilities.explain import entry_text, list_text
+
+    print(list_text(catalog()) if arguments.id is None else entry_text(catalog()[arguments.id]))
+    return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:

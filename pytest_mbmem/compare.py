@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from .errors import MeasurementFailed, UserError
 from .gates import DEFAULT_SLACK, DEFAULT_TOLERANCE, GatedMetric, band
+from .measure.effects import not_effective, worded
 from .measurement import Failure, Measurement, RankMeasurement, read_plain
 from .recipe import Recipe, setting_names
 from .split import PeakGrowth, categories_text, growth, places_text, split_of
@@ -44,7 +45,7 @@ def check_settings(settings: object, source: str) -> tuple[str, ...]:
     known = setting_names()
     for name in names:
         parts = name.split(".") if isinstance(name, str) else []
-        if parts and (parts[0] == "environment" or all(part in known for part in parts)):
+        if parts and (parts[0] in ("environment", "megatron") or all(part in known for part in parts)):
             continue
         hint = did_you_mean(parts[-1] if parts else name, known)
         raise UserError(
@@ -360,9 +361,9 @@ class Comparison:
             )
         if control is not None:
             too = "; the candidate does not run either" if candidate is not None else ""
-            return f"{control_failed(control)}: {said(control)}{too}"
+            return f"{control_failed(control)}: {said_of_all(control)}{too}"
         if candidate is not None and verdict == "no effect":
-            return f"no effect: {said(candidate)}"
+            return f"no effect: {said_of_all(candidate)}"
         if candidate is not None:
             return f"the candidate does not run: {how(candidate)}: {said(candidate)}"
         if verdict == "invalid":
@@ -371,7 +372,10 @@ class Comparison:
 
     def _what_happened(self, verdict: Verdict) -> str:
         if verdict == "no effect" and self.is_identical:
-            return f"no effect: no figure of any rank differs; {' and '.join(self.differences)} changed nothing here"
+            text = f"no effect: no figure of any rank differs; {' and '.join(self.differences)} changed nothing here"
+            reasons = not_effective(self.candidate.ranks)
+            here = {name: reason for name, reason in reasons.items() if name.split()[0] in self.differences}
+            return "; ".join([text, *worded(here)])
         places = (
             f"{format_bytes(self.before)} on rank {self.worst_before.rank} in {self.phase_before} -> "
             f"{format_bytes(self.after)} on rank {self.worst_after.rank} in {self.phase_after}"
@@ -503,3 +507,8 @@ def said(failure: Failure) -> str:
     """The line of the message that says most: a traceback's last one, of others the first."""
     lines = [line.strip() for line in failure.message.splitlines() if line.strip()] or ["no message"]
     return lines[-1] if lines[0].startswith("Traceback") else lines[0]
+
+
+def said_of_all(failure: Failure) -> str:
+    """The same on one line; of settings without effect, which have a line each, what is said of all of them."""
+    return "; ".join(failure.message.splitlines()) if failure.kind == "no effect" else said(failure)

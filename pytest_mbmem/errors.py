@@ -15,6 +15,17 @@ class UserError(ValueError):
     """
 
 
+class IncompatibleSettings(UserError):
+    """A recipe that breaks documented constraints; the message names each with its reason and the way out."""
+
+    def __init__(self, message: str, ids: tuple[str, ...]) -> None:
+        super().__init__(message)
+        self.ids = ids  # of the constraints, in the catalogue's order
+
+    def __reduce__(self) -> tuple[type[IncompatibleSettings], tuple[str, tuple[str, ...]]]:
+        return IncompatibleSettings, (str(self), self.ids)
+
+
 class MeasurementFailed(RuntimeError):
     """A measurement ended without a result: a worker raised, died or ran out of time."""
 

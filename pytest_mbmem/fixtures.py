@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import pytest
 
-from .errors import MeasurementFailed, OutOfMemory, Refused, UserError
+from .errors import IncompatibleSettings, MeasurementFailed, OutOfMemory, Refused, UserError
 from .session import PLAN, RECORD, RUN, Plan, TestRecord
 
 if TYPE_CHECKING:
@@ -21,7 +21,15 @@ if TYPE_CHECKING:
     from .megatron.model import LiveModel
     from .oom import Shortage
     from .recipe import Recipe
+    from .refusals import Proof
     from .sweep import Sweep
+
+
+def _as_failure(error: UserError | Refused) -> BaseException:
+    """A user's mistake as a test's failure, without a traceback; a refused recipe stays an error to be caught."""
+    if isinstance(error, IncompatibleSettings):
+        return error
+    return pytest.fail.Exception(str(error), pytrace=False)
 
 
 class Mbmem:
@@ -55,6 +63,7 @@ class Mbmem:
             may_fail: return a measurement that failed, with the reason in its `failure`, instead of raising.
 
         Raises:
+            IncompatibleSettings: the recipe breaks documented constraints; nothing was started.
             OutOfMemory: the recipe does not fit the device; the message is PyTorch's.
             MeasurementFailed: a worker raised, died or ran out of time.
         """
@@ -62,7 +71,32 @@ class Mbmem:
         try:
             return self._run.measure(self._item, recipe, name, ranks, may_fail)
         except UserError as error:
-            raise pytest.fail.Exception(str(error), pytrace=False) from None
+            raise _as_failure(error) from None
+
+    def refuses(
+        self,
+        recipe: Recipe | Mapping[str, Any] | str | Path,
+        id: str | None = None,
+        *,
+        ranks: Literal["distinct", "all"] | Sequence[int] = "distinct",
+    ) -> Proof:
+        """Prove that the installed Megatron Core refuses the recipe as documented, this package's checks set aside.
+
+        Its configurations are made, and if it accepts them, the model is built and trained, until something is raised.
+        Returns the proof if that is the error of the documentation: its type, and the start of its message. The test
+        fails with both texts if it is another or none ("documentation and code disagree"), and is skipped, with the
+        reason, where this environment cannot decide.
+
+        Args:
+            recipe: as for `measure`. It must break the constraint.
+            id: of the constraint ("cpu-offload-with-pp"; `mbmem explain` lists them). None: the marker's.
+            ranks: as for `measure`; one after another until something is raised.
+        """
+        __tracebackhide__ = True
+        try:
+            return self._run.refuses(self._item, recipe, id, ranks)
+        except UserError as error:
+            raise _as_failure(error) from None
 
     def explain(self, failed: Measurement | MeasurementFailed) -> Shortage:
         """Say why a recipe ran out of memory, and what would help.
@@ -80,7 +114,7 @@ class Mbmem:
         try:
             return self._run.explain(failed)
         except UserError as error:
-            raise pytest.fail.Exception(str(error), pytrace=False) from None
+            raise _as_failure(error) from None
 
     def compare(
         self,
@@ -118,7 +152,7 @@ class Mbmem:
         try:
             sweep = self._run.comparing.compare(self._item, control, candidate, settings, name, ranks, metric, phase)
         except UserError as error:
-            raise pytest.fail.Exception(str(error), pytrace=False) from None
+            raise _as_failure(error) from None
         self._keep(sweep)
         comparison = sweep.rows[0].comparison
         assert comparison is not None
@@ -165,7 +199,7 @@ class Mbmem:
         try:
             sweep = self._run.comparing.sweep(self._item, recipe, settings, control, name, ranks, metric, phase)
         except UserError as error:
-            raise pytest.fail.Exception(str(error), pytrace=False) from None
+            raise _as_failure(error) from None
         self._keep(sweep)
         return sweep
 
@@ -201,7 +235,7 @@ class Mbmem:
         try:
             return self._run.parity(self._item, control, candidate, precisions)
         except UserError as error:
-            raise pytest.fail.Exception(str(error), pytrace=False) from None
+            raise _as_failure(error) from None
 
     def growth(
         self,
@@ -239,7 +273,7 @@ class Mbmem:
         try:
             return self._run.growth(self._item, recipe, arguments, ranks)
         except UserError as error:
-            raise pytest.fail.Exception(str(error), pytrace=False) from None
+            raise _as_failure(error) from None
 
 
 @pytest.fixture
@@ -269,9 +303,11 @@ def megatron_model(request: pytest.FixtureRequest) -> Iterator[Callable[..., Liv
         try:
             if any(model.is_open for model in built):
                 raise UserError("megatron_model: one model at a time; call its close() before building the next")
-            built.append(worker.build(run.recipe(request.node, recipe, "megatron_model"), rank))
+            parsed = run.recipe(request.node, recipe, "megatron_model")
+            plan = request.node.stash.get(PLAN, None)
+            built.append(worker.build(parsed, rank, checked=plan is None or plan.incompatible is None))
         except (UserError, Refused) as error:
-            raise pytest.fail.Exception(str(error), pytrace=False) from None
+            raise _as_failure(error) from None
         return built[-1]
 
     yield build

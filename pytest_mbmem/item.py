@@ -59,6 +59,7 @@ _NOT_INHERITED: dict[str, Any] = {
     "setupshow": False,
     "mbmem_json": None,
     "mbmem_html": None,
+    "mbmem_conformance": False,
     "log_file": None,
     "debug": None,
     "report_log": None,
@@ -84,6 +85,7 @@ class Worker:
         self.assumptions: tuple[str, ...] = ()
         self.notes: list[str] = []
         self.built: list[tuple[Recipe, int]] = []
+        self.tried: Recipe | None = None  # the last one that was to be built
         self.models: list[LiveModel] = []
         self.warnings: list[dict[str, Any]] = []
         self.snapshot: dict[str, Any] | None = None  # of the allocator's history, when the test's body is through
@@ -145,9 +147,12 @@ class Worker:
         left = growth.Growth((growth.RankGrowth(self.rank, trace),), rule.slack)
         return [left, *growth.WATCHED]
 
-    def build(self, recipe: Recipe, rank: int) -> LiveModel:
-        """The recipe's rank as a live model. Raises `UserError` or `Refused` for what cannot be built."""
-        from .measure import allocator, launch
+    def build(self, recipe: Recipe, rank: int, *, checked: bool = True) -> LiveModel:
+        """The recipe's rank as a live model. Raises `UserError` or `Refused` for what cannot be built.
+
+        Without `checked` it is Megatron Core alone that refuses settings, with its own exceptions.
+        """
+        from .measure import allocator, launch, refusal_worker
         from .measure.effects import requested
         from .measure.history import cuda_is_initialized
         from .measure.ranks import chosen
@@ -155,7 +160,11 @@ class Worker:
         from .megatron.model import live_model
         from .virtual_gpu.counters import driver_is_loaded
 
-        launch.check(recipe)
+        self.tried = recipe
+        if checked:
+            launch.check(recipe)
+        else:
+            refusal_worker.set_checks_aside()
         chosen(recipe, [rank])
         wanted = launch.recipe_environment(recipe)
         unset = {name: value for name, value in wanted.items() if os.environ.get(name) != value}
@@ -167,7 +176,7 @@ class Worker:
         os.environ.update(unset)
         # Megatron warns of its own defaults, which a test may have made errors of. Until the test ends.
         warnings.filterwarnings("ignore", module=r"megatron\.")
-        with refusals():
+        with refusals(recipe.megatron) if checked else contextlib.nullcontext():
             model = live_model(recipe, rank, virtual=driver_is_loaded())
         allocator.check_settings(recipe.memory.alloc_conf)
         self.models.append(model)

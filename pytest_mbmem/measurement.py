@@ -133,6 +133,16 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Effect:
+    """A memory setting that was asked for, and whether anything in a rank's built model acts on it."""
+
+    setting: str  # as verdicts name it: "memory.recompute_modules 'moe'"
+    effective: bool
+    acting: int  # modules that do; of full recompute and of offload by layers the layers, of the optimizer parameters
+    reason: str = ""  # why it is not effective; of one that is, what can keep it from changing anything all the same
+
+
+@dataclass(frozen=True)
 class RankMeasurement:
     """One measured rank."""
 
@@ -153,6 +163,7 @@ class RankMeasurement:
     host_peak: int | None = None  # bytes of pinned host memory at their highest
     moved_bytes: Mapping[str, int] = field(default_factory=dict)  # of the last step: "to host", "to device"
     adapters: tuple[Adapter, ...] = ()
+    effects: tuple[Effect, ...] = field(default=(), compare=False)  # of equal figures, how they were asked for
     composition: Composition | None = None  # None where this torch's allocator does not tell owners
     segments: int | None = None  # that the caching allocator held at most at a time
     outside: Mapping[str, int] = field(default_factory=dict)  # bytes of the device beside PyTorch's (see `outside`)

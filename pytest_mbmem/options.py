@@ -69,6 +69,12 @@ def add(parser: pytest.Parser) -> None:
     option("--mbmem-html", metavar="FILE", help="write a report to be read in a browser")
     option("--mbmem-snapshots", metavar="DIR", help="write PyTorch's memory snapshot of every measured rank")
     option("--mbmem-artifacts", metavar="DIR", help="write all that is needed to look into each failed test")
+    option(
+        "--mbmem-conformance",
+        action="store_true",
+        help="try every documented incompatibility of settings with the installed versions; runs no tests unless their "
+        "paths are named",
+    )
     option("--mbmem-timeout", metavar="SECONDS", help=f"time limit of one worker (default: {DEFAULT_TIMEOUT:g})")
     for name, text in _INI_KEYS.items():
         parser.addini(name, text, default=None)
@@ -93,6 +99,7 @@ class Options:
     require_gpus: bool
     torchrun: Torchrun | None  # the processes that run these tests together
     host: bool  # recipes run on the CPU, and memory is neither measured nor judged
+    conformance: bool  # documented constraints are tried with the installed versions
     tolerance: float | None
     slack: int | None
     in_use: bool  # anything of the above is set, or there are baselines
@@ -108,6 +115,9 @@ class Options:
         host = bool(config.getoption("mbmem_host"))
         if host and update is not None:
             raise UserError("--mbmem-update: with --mbmem-host no memory is measured that could be a baseline")
+        conformance = bool(config.getoption("mbmem_conformance"))
+        if conformance and update is not None:
+            raise UserError("--mbmem-update: --mbmem-conformance measures nothing that could be a baseline")
         real = bool(config.getoption("mbmem_gpu"))
         ranks, require_gpus = given.ranks(real=real, host=host), bool(config.getoption("mbmem_require_gpus"))
         if require_gpus and not real:
@@ -140,6 +150,7 @@ class Options:
             require_gpus=require_gpus,
             torchrun=torchrun,
             host=host,
+            conformance=conformance,
             tolerance=given.tolerance(),
             slack=given.slack(),
             in_use=given.anything or host or real or baselines.is_dir(),

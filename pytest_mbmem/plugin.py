@@ -19,6 +19,7 @@ from .fixtures import mbmem, megatron_model
 from .session import (
     FITS_MARKER,
     FRAGMENTATION_MARKER,
+    INCOMPATIBLE_MARKER,
     MARKER,
     PLAN,
     RUN,
@@ -58,6 +59,11 @@ _THROUGHPUT_MARKER_HELP = (
     "more than a baseline allows, but not for a minimum without tolerance"
 )
 
+_INCOMPATIBLE_MARKER_HELP = (
+    f"{INCOMPATIBLE_MARKER}(id): pass only if the installed Megatron Core refuses what the test measures, or raises in "
+    'the test\'s body, as is documented for the constraint of that id ("cpu-offload-with-pp"; see mbmem explain)'
+)
+
 _GROWTH_MARKER_HELP = (
     "no_memory_growth(*, control=None, steps=5, microbatches=None, slack=None): fail when memory grows with the steps "
     "or the microbatches, when more stays after backward than in the control, or when it takes a garbage collection to "
@@ -78,10 +84,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _FRAGMENTATION_MARKER_HELP)
     config.addinivalue_line("markers", _THROUGHPUT_MARKER_HELP)
     config.addinivalue_line("markers", _GROWTH_MARKER_HELP)
+    config.addinivalue_line("markers", _INCOMPATIBLE_MARKER_HELP)
+    config.addinivalue_line("markers", "mbmem_conformance: put on what --mbmem-conformance collects")
     item = sys.modules.get("pytest_mbmem.item")  # loaded wherever a whole test runs in a worker
     worker = item.WORKER if item is not None else None
     try:
         run = Run(config, options.Options.read(config), worker)
+        if run.options.conformance:
+            from . import conformance
+
+            conformance.begin(run)
     except UserError as error:
         raise pytest.UsageError(str(error)) from None
     config.stash[RUN] = run

@@ -1,7 +1,8 @@
 """What to run: model shape, parallelism, batch, precision, optimizer, memory settings, LoRA. From Python or from YAML.
 
-Frozen dataclasses whose field names are Megatron Core's where it has one. Whatever makes a size impossible in Megatron
-Core 0.16.1 is refused when the object is made, before anything is built, with the key, the value and what is allowed.
+Frozen dataclasses whose field names are Megatron Core's where it has one. A wrong type, a size that does not divide and
+what this package itself cannot do are refused when the object is made, with the key, the value and what is allowed.
+What Megatron Core refuses or ignores can be written; `incompatibilities.check` refuses it before anything is built.
 Imports neither torch nor pytest; PyYAML only when YAML is read or written.
 """
 
@@ -19,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from .alloc_conf import parse as parse_alloc_conf
 from .errors import UserError
+from .megatron_settings import KEYS
 from .validation import Allowed, BadKey, Part, alternatives, check_multiple, did_you_mean, hints_of, show
 
 _Dropout = Annotated[float, Allowed("from 0 to below 1", lambda x: 0 <= x < 1)]
@@ -26,6 +28,7 @@ _Share = Annotated[float, Allowed("above 0, up to 1", lambda x: 0 < x <= 1)]
 _Amount = Annotated[float, Allowed("0 or more", lambda x: x >= 0)]
 _Positive = Annotated[float, Allowed("above 0", lambda x: x > 0)]
 _Overload = Annotated[float, Allowed("1 or more", lambda x: x >= 1)]
+_AnyInt = Annotated[int, Allowed("from -2**63 + 1 to 2**63 - 1", lambda x: True)]
 
 _RESERVED_ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "write it as memory.alloc_conf",
@@ -51,16 +54,15 @@ class Moe(Part):
     """Of all shared experts together. None: no shared expert."""
     moe_layer_freq: int | tuple[Literal[0, 1], ...] = 1
     """N: layers 0, N, 2N, … have experts; or one number per layer, 1 for experts and 0 for dense."""
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = "alltoall"
     moe_grouped_gemm: bool = False
     """All experts of a rank in one grouped matrix multiplication (PyTorch's own). False: one expert after the other."""
     moe_expert_capacity_factor: _Positive | None = None
     """Tokens that an expert takes, as a multiple of its balanced share; more are dropped. None: dropless."""
     moe_pad_expert_input_to_capacity: bool = False
     moe_token_drop_policy: Literal["probs", "position"] = "probs"
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"] = (
-        "aux_loss"
-    )
+    moe_router_load_balancing_type: str = "aux_loss"
+    """Of the installed Megatron Core's: "aux_loss", "seq_aux_loss", "global_aux_loss", "sinkhorn", "none"."""
     moe_aux_loss_coeff: _Amount = 0.0
     moe_z_loss_coeff: _Positive | None = None
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -74,28 +76,11 @@ class Moe(Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.moe_router_topk > self.num_moe_experts:
-            limit = f"num_moe_experts ({self.num_moe_experts})"
-            raise BadKey("model.moe.moe_router_topk", f"{self.moe_router_topk} is more than {limit}")
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            raise BadKey("model.moe.moe_pad_expert_input_to_capacity", "true needs moe_expert_capacity_factor")
         if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is not None:
             most = self.num_moe_experts / self.moe_router_topk
             if self.moe_expert_capacity_factor > most:
                 problem = f"{self.moe_expert_capacity_factor:g} pads to more tokens than there are; at most {most:g}"
                 raise BadKey("model.moe.moe_expert_capacity_factor", problem)
-        if self.moe_expert_capacity_factor is not None and self.moe_token_dispatcher_type != "alltoall":
-            problem = f"{self.moe_expert_capacity_factor} needs moe_token_dispatcher_type 'alltoall'"
-            raise BadKey("model.moe.moe_expert_capacity_factor", problem)
-        if self.moe_aux_loss_coeff and self.moe_router_load_balancing_type in ("sinkhorn", "none"):
-            problem = f"{self.moe_aux_loss_coeff} has no effect with {self.moe_router_load_balancing_type!r} balancing"
-            raise BadKey("model.moe.moe_aux_loss_coeff", problem)
-        if self.moe_shared_expert_overlap and not self.moe_shared_expert_intermediate_size:
-            raise BadKey("model.moe.moe_shared_expert_overlap", "true needs moe_shared_expert_intermediate_size")
-        if self.moe_shared_expert_overlap and self.moe_token_dispatcher_type != "alltoall":
-            raise BadKey("model.moe.moe_shared_expert_overlap", "true needs moe_token_dispatcher_type 'alltoall'")
-        if self.moe_router_enable_expert_bias and self.moe_router_score_function != "sigmoid":
-            raise BadKey("model.moe.moe_router_enable_expert_bias", "true needs moe_router_score_function 'sigmoid'")
 
     def layer_pattern(self, num_layers: int) -> tuple[int, ...]:
         """1 for each layer with experts, 0 for each dense one."""
@@ -181,8 +166,6 @@ class Model(Part):
                     f"RoPE needs an even number of rotated channels, not {rotated} (rotary_percent of {self.head_dim})"
                 )
                 raise BadKey("model.kv_channels", problem)
-        if self.add_bias_linear and self.moe is not None and self.moe.moe_shared_expert_intermediate_size:
-            raise BadKey("model.add_bias_linear", "true is not possible with shared experts")
         if self.moe is not None and not isinstance(self.moe.moe_layer_freq, int):
             length = len(self.moe.moe_layer_freq)
             if length != self.num_layers:
@@ -326,14 +309,6 @@ class Model(Part):
 _MOST_GROUPS = 1024
 """Of torch's grouped matrix product (2.14)."""
 
-_UNEVEN = (
-    "num_layers_in_first_pipeline_stage",
-    "num_layers_in_last_pipeline_stage",
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "pipeline_model_parallel_layout",
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Parallelism(Part):
@@ -355,9 +330,9 @@ class Parallelism(Part):
     distributed_optimizer: bool = False
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
-    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_first_pipeline_stage: _AnyInt | None = None
     """None: the layers that other settings leave, spread evenly."""
-    num_layers_in_last_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: _AnyInt | None = None
     account_for_embedding_in_pipeline_split: bool = False
     """The embedding counts as a layer when layers are spread over the stages."""
     account_for_loss_in_pipeline_split: bool = False
@@ -367,21 +342,8 @@ class Parallelism(Part):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.sequence_parallel and self.tp == 1:
-            raise BadKey("parallelism.sequence_parallel", "true needs parallelism.tp of 2 or more, not 1")
         if self.vpp is not None and self.vpp < 2:
             raise BadKey("parallelism.vpp", f"{self.vpp} is not interleaved; write 2 or more, or leave it out")
-        if self.vpp is not None and self.pp == 1:
-            raise BadKey("parallelism.vpp", f"{self.vpp} needs parallelism.pp of 2 or more, not 1")
-        if self.overlap_param_gather and not (self.distributed_optimizer and self.overlap_grad_reduce):
-            problem = "true needs distributed_optimizer: true and overlap_grad_reduce: true"
-            raise BadKey("parallelism.overlap_param_gather", problem)
-        uneven = [name for name in _UNEVEN if getattr(self, name)]
-        if uneven and self.pp == 1:
-            problem = f"{show(getattr(self, uneven[0]))} needs parallelism.pp of 2 or more, not 1"
-            raise BadKey(f"parallelism.{uneven[0]}", problem)
-        if self.pipeline_model_parallel_layout and len(uneven) > 1:
-            raise BadKey(f"parallelism.{uneven[0]}", "is not possible with pipeline_model_parallel_layout")
         expert_ranks = self.expert_tp * self.ep
         if self.tp * self.cp * self.dp % expert_ranks:
             problem = (
@@ -389,11 +351,6 @@ class Parallelism(Part):
                 f"tp * cp * dp ({self.tp * self.cp * self.dp}) is not a multiple of that"
             )
             raise BadKey("parallelism.ep", problem)
-
-    @property
-    def pipeline_split_is_even(self) -> bool:
-        """Whether every model chunk has the same number of layers; Megatron itself judges other splits."""
-        return not any(getattr(self, name) for name in _UNEVEN)
 
     @property
     def expert_tp(self) -> int:
@@ -458,33 +415,37 @@ class Memory(Part):
     alloc_conf: str = ""
     """Text of PYTORCH_CUDA_ALLOC_CONF, as in "expandable_segments:True". PyTorch itself judges names and ranges, and a
     setting that its allocator then does not have makes the measurement fail ("refused")."""
-    recompute_granularity: Literal["selective", "full"] | None = None
+    recompute_granularity: str | None = None
+    """"selective", "full"; None: nothing is recomputed."""
     recompute_modules: tuple[str, ...] | None = None
     """With "selective": labels of the installed Megatron Core, which refuses others. An empty list is a control that
     recomputes nothing. None: Megatron's default, core_attn."""
-    recompute_method: Literal["uniform", "block"] | None = None
-    recompute_num_layers: int | None = None
+    recompute_method: str | None = None
+    """With "full": "uniform" or "block"."""
+    recompute_num_layers: _AnyInt | None = None
     """With "full": layers of a group ("uniform"), or layers of each model chunk that are recomputed ("block")."""
     distribute_saved_activations: bool = False
     cpu_offloading: bool = False
     """Activations (or weights) of whole layers wait in host memory for their backward."""
-    cpu_offloading_num_layers: int | None = None
+    cpu_offloading_num_layers: _AnyInt | None = None
+    """None: 0, Megatron's default."""
     cpu_offloading_activations: bool = True
     cpu_offloading_weights: bool = False
     offload_modules: tuple[str, ...] = ()
     """Modules whose inputs wait in host memory (Megatron's fine-grained activation offloading); labels of the installed
     Megatron Core, which refuses others."""
-    min_offloaded_tensor_size: int = 1024 * 1024
+    min_offloaded_tensor_size: _AnyInt = 1024 * 1024
     """Elements below which a tensor is not offloaded by `offload_modules`."""
     optimizer_cpu_offload: bool = False
     """Optimizer state and step in host memory, for a fraction of the parameters."""
-    optimizer_offload_fraction: _Share = 1.0
+    optimizer_offload_fraction: _Share | None = None
+    """None: 1, of all parameters."""
     overlap_cpu_optimizer_d2h_h2d: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_recompute()
-        self._check_offload()
+        _check_no_duplicates("memory.recompute_modules", self.recompute_modules or ())
+        _check_no_duplicates("memory.offload_modules", self.offload_modules)
         try:
             settings = parse_alloc_conf(self.alloc_conf, "memory.alloc_conf")
         except UserError as error:
@@ -494,53 +455,6 @@ class Memory(Part):
                 f"{self.alloc_conf!r}: only the backend 'native' can be measured; PyTorch fixes it when it is loaded"
             )
             raise BadKey("memory.alloc_conf", problem)
-
-    def _check_recompute(self) -> None:
-        granularity = self.recompute_granularity
-        if self.recompute_modules is not None:
-            if granularity != "selective":
-                problem = f"{list(self.recompute_modules)} needs recompute_granularity 'selective', not {granularity!r}"
-                raise BadKey("memory.recompute_modules", problem)
-            _check_no_duplicates("memory.recompute_modules", self.recompute_modules)
-        for name in ("recompute_method", "recompute_num_layers"):
-            value = getattr(self, name)
-            if granularity == "full" and value is None:
-                raise BadKey(f"memory.{name}", "is missing; recompute_granularity 'full' needs it")
-            if granularity != "full" and value is not None:
-                problem = f"{value!r} needs recompute_granularity 'full', not {granularity!r}"
-                raise BadKey(f"memory.{name}", problem)
-        if self.distribute_saved_activations and granularity != "full":
-            problem = f"true needs recompute_granularity 'full', not {granularity!r}"
-            raise BadKey("memory.distribute_saved_activations", problem)
-
-    def _check_offload(self) -> None:
-        if self.cpu_offloading:
-            if self.cpu_offloading_num_layers is None:
-                raise BadKey("memory.cpu_offloading_num_layers", "is missing; cpu_offloading needs it")
-            if not self.cpu_offloading_activations and not self.cpu_offloading_weights:
-                problem = "false, as cpu_offloading_weights: nothing is offloaded"
-                raise BadKey("memory.cpu_offloading_activations", problem)
-            if self.recompute_granularity is not None:
-                problem = "true is not possible with recompute_granularity; Megatron refuses offload with recompute"
-                raise BadKey("memory.cpu_offloading", problem)
-            if self.offload_modules:
-                problem = f"{list(self.offload_modules)} is not possible with cpu_offloading; choose one of them"
-                raise BadKey("memory.offload_modules", problem)
-        elif self.cpu_offloading_num_layers is not None:
-            raise BadKey("memory.cpu_offloading_num_layers", "needs cpu_offloading: true")
-        elif self.cpu_offloading_weights:
-            raise BadKey("memory.cpu_offloading_weights", "true needs cpu_offloading: true")
-        elif not self.cpu_offloading_activations:
-            raise BadKey("memory.cpu_offloading_activations", "false needs cpu_offloading: true")
-        if self.min_offloaded_tensor_size != 1024 * 1024 and not self.offload_modules:
-            problem = f"{self.min_offloaded_tensor_size} needs offload_modules"
-            raise BadKey("memory.min_offloaded_tensor_size", problem)
-        _check_no_duplicates("memory.offload_modules", self.offload_modules)
-        if self.overlap_cpu_optimizer_d2h_h2d and not self.optimizer_cpu_offload:
-            raise BadKey("memory.overlap_cpu_optimizer_d2h_h2d", "true needs optimizer_cpu_offload: true")
-        if self.optimizer_offload_fraction != 1.0 and not self.optimizer_cpu_offload:
-            problem = f"{self.optimizer_offload_fraction} needs optimizer_cpu_offload: true"
-            raise BadKey("memory.optimizer_offload_fraction", problem)
 
 
 DEPENDENTS: Mapping[str, tuple[str, ...]] = {
@@ -612,10 +526,18 @@ class Recipe(Part):
     lora: Lora | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
     """More environment variables of the process that runs it, as in {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}."""
+    megatron: Mapping[str, Any] = field(default_factory=dict)
+    """More settings by Megatron Core's names, as in {"cuda_graph_impl": "local", "fp8": "hybrid"}: fields of its
+    TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, each for every class that has it. Values are
+    null, true or false, numbers, text and lists of these; types of numbers are "bf16", "fp16", "fp32". A setting that
+    the recipe has an own key for is refused."""
     name: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        for name in self.megatron:
+            if name in KEYS:
+                raise BadKey(f"megatron.{name}", f"the recipe has its own key for it; write it as {KEYS[name]}")
         for name in self.environment:
             if not re.fullmatch("[A-Z_][A-Z0-9_]*", name):
                 problem = f"{name!r} is not a name of capital letters, digits and underscores"
@@ -623,22 +545,6 @@ class Recipe(Part):
             reason = "the plugin's own" if name.startswith("MBMEM_") else _RESERVED_ENVIRONMENT.get(name)
             if reason:
                 raise BadKey(f"environment.{name}", f"may not be set here: {reason}")
-        memory, model, parallelism = self.memory, self.model, self.parallelism
-        if memory.cpu_offloading and parallelism.pp > 1:
-            problem = f"true needs parallelism.pp 1, not {parallelism.pp}; Megatron offloads no layers of a pipeline"
-            raise BadKey("memory.cpu_offloading", problem)
-        if memory.cpu_offloading_num_layers is not None and memory.cpu_offloading_num_layers >= model.num_layers:
-            problem = f"{memory.cpu_offloading_num_layers} is not below model.num_layers ({model.num_layers})"
-            raise BadKey("memory.cpu_offloading_num_layers", problem)
-        if memory.recompute_num_layers is not None and memory.recompute_num_layers > model.num_layers:
-            problem = f"{memory.recompute_num_layers} is more than model.num_layers ({model.num_layers})"
-            raise BadKey("memory.recompute_num_layers", problem)
-        if memory.distribute_saved_activations and (parallelism.sequence_parallel or parallelism.tp == 1):
-            problem = "true needs parallelism.tp of 2 or more without sequence_parallel"
-            raise BadKey("memory.distribute_saved_activations", problem)
-        if self.optimizer.kind == "sgd" and self.parallelism.distributed_optimizer:
-            problem = "'sgd' is not possible with parallelism.distributed_optimizer; Megatron shards Adam alone"
-            raise BadKey("optimizer.kind", problem)
         self._check_split()
         self._check_lora()
         self._check_batch()
@@ -646,19 +552,10 @@ class Recipe(Part):
     def _check_split(self) -> None:
         model, split = self.model, self.parallelism
         tp = {"parallelism.tp": split.tp}
-        fixed = [split.num_layers_in_first_pipeline_stage or 0, split.num_layers_in_last_pipeline_stage or 0]
-        if sum(fixed) > model.num_layers:
-            name = "first" if fixed[0] > model.num_layers else "last"
-            problem = f"{fixed[name == 'last']} is more than is left of model.num_layers ({model.num_layers})"
-            raise BadKey(f"parallelism.num_layers_in_{name}_pipeline_stage", problem)
         repeats = [int(number) for number in re.findall(r"\*(\d+)", split.pipeline_model_parallel_layout)]
         if any(number > model.num_layers for number in repeats):
             problem = f"repeats {max(repeats)} times, with model.num_layers {model.num_layers}"
             raise BadKey("parallelism.pipeline_model_parallel_layout", problem)
-        if split.pipeline_split_is_even:
-            stages = {"parallelism.pp": split.pp} | ({"parallelism.vpp": split.vpp} if split.vpp else {})
-            check_multiple("model.num_layers", model.num_layers, stages)
-        check_multiple("model.num_attention_heads", model.num_attention_heads, tp)
         check_multiple("model.ffn_hidden_size", model.ffn_size, tp)
         channels = model.head_dim if model.mla is None else model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
         if self.training.attention_backend == "flash" and (channels % 8 or channels > 256):
@@ -670,32 +567,16 @@ class Recipe(Part):
             )
             raise BadKey("model.mla.v_head_dim", problem)
         if model.mla is None:
-            groups = model.query_groups
-            if groups % split.tp and split.tp % groups:
-                problem = f"{groups} is neither a multiple nor a divisor of parallelism.tp ({split.tp})"
-                raise BadKey("model.num_query_groups", problem)
             # Matters where the groups are fewer than the ranks, which then share a head's channels.
-            check_multiple("model.kv_channels", 2 * groups * model.head_dim, tp, "channels of keys and values")
+            channels = 2 * model.query_groups * model.head_dim
+            check_multiple("model.kv_channels", channels, tp, "channels of keys and values")
         if model.moe is None:
-            for name in ("ep", "etp"):
-                value = getattr(split, name)
-                if value not in (None, 1):
-                    raise BadKey(f"parallelism.{name}", f"{value} needs a model with experts (model.moe)")
             return
         moe = model.moe
-        if split.tp > 1 and not split.sequence_parallel:
-            problem = "false with experts (model.moe) and tensor parallelism; Megatron trains them only with true"
-            raise BadKey("parallelism.sequence_parallel", problem)
-        if model.add_bias_linear and split.expert_tp > 1:
-            problem = f"true with experts needs parallelism.etp 1, not {split.expert_tp}"
-            raise BadKey("model.add_bias_linear", problem)
-        check_multiple("model.moe.num_moe_experts", moe.num_moe_experts, {"parallelism.ep": split.ep})
         check_multiple("model.moe.moe_ffn_hidden_size", model.expert_ffn_size, {"parallelism.etp": split.expert_tp})
         shared = moe.moe_shared_expert_intermediate_size
         if shared is not None:
             check_multiple("model.moe.moe_shared_expert_intermediate_size", shared, tp)
-        if moe.moe_grouped_gemm and model.add_bias_linear:
-            raise BadKey("model.moe.moe_grouped_gemm", "true needs model.add_bias_linear false")
         if moe.overload > 1:
             if split.ep == 1:
                 problem = f"{moe.overload:g} needs parallelism.ep of 2 or more; a single rank receives all tokens"
@@ -771,16 +652,9 @@ class Recipe(Part):
 
     def not_yet(self) -> list[str]:
         """Why this version cannot measure the recipe; empty if it can."""
-        reasons = []
-        if self.parallelism.cp > 1 and self.training.attention_backend == "unfused":
-            reasons.append("parallelism.cp with training.attention_backend unfused: Megatron's own attention has no CP")
-        layout = self.parallelism.pipeline_model_parallel_layout
-        if "m" in layout and "m" not in layout.rpartition("|")[2]:
-            reasons.append(
-                "parallelism.pipeline_model_parallel_layout with m before the last stage: Megatron then sends sizes "
-                "between the stages, and a rank that runs alone receives none"
-            )
-        return reasons
+        from .unmeasured import reasons
+
+        return reasons(self)
 
     def but(self, **changes: object) -> Recipe:
         """The same recipe with other values, named without their part: `recipe.but(tp=2, seq_length=1024)`.
@@ -822,7 +696,8 @@ class Recipe(Part):
         """
         mine, theirs = dict(self._resolved()), dict(other._resolved())
         keys = sorted(self._chosen().keys() | other._chosen().keys())
-        return {k: (mine.get(k), theirs.get(k)) for k in keys if mine.get(k) != theirs.get(k)}
+        # true and 1 are equal in Python, not in a digest
+        return {k: (mine.get(k), theirs.get(k)) for k in keys if repr(mine.get(k)) != repr(theirs.get(k))}
 
     def _left_out(self) -> dict[str, object]:
         """What the fields whose default depends on other fields come to when they are left out."""
@@ -835,6 +710,8 @@ class Recipe(Part):
             "model.moe.moe_ffn_hidden_size": model.ffn_size,
             "parallelism.etp": self.parallelism.tp,
             "training.global_batch_size": training.micro_batch_size * self.parallelism.dp,
+            "memory.cpu_offloading_num_layers": 0,
+            "memory.optimizer_offload_fraction": 1.0,
         }
 
     def _resolved(self) -> Iterator[tuple[str, object]]:
@@ -873,7 +750,14 @@ class Recipe(Part):
         from .strict_yaml import read_yaml
 
         data, lines = read_yaml(path)
-        return _from_dict(data, str(path), lines)
+        recipe = _from_dict(data, str(path), lines)
+        object.__setattr__(recipe, "_origin", (str(path), lines))
+        return recipe
+
+    @property
+    def origin(self) -> tuple[str, Mapping[str, int]]:
+        """What messages call it, and the lines of its keys: its file, if it is as it was read from one."""
+        return getattr(self, "_origin", (f"recipe {self.name or self.digest}", {}))
 
 
 def setting_names() -> list[str]:
@@ -891,7 +775,8 @@ def _leaves(part: Part, prefix: str) -> Iterator[tuple[str, object, object]]:
                 yield f"{prefix}{f.name}", True, None  # having the part is a choice, even with all its defaults
             yield from _leaves(value, f"{prefix}{f.name}.")
         elif isinstance(value, Mapping):
-            yield from ((f"{prefix}{f.name}.{k}", v, None) for k, v in value.items())
+            # None is no choice in a field, and one in `megatron`
+            yield from ((f"{prefix}{f.name}.{k}", "null" if v is None else v, None) for k, v in value.items())
         else:
             yield f"{prefix}{f.name}", value, f.default
 
@@ -903,7 +788,7 @@ def _to_dict(part: Part) -> dict[str, Any]:
         if isinstance(value, Part):
             value = _to_dict(value)
         elif isinstance(value, Mapping):
-            value = dict(value)
+            value = {k: list(v) if isinstance(v, tuple) else v for k, v in value.items()}
         elif value == f.default:
             continue
         elif isinstance(value, tuple):

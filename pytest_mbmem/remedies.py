@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from .errors import UserError
+from .errors import IncompatibleSettings, UserError
 from .oom import Remedy
 from .recipe import Recipe
 
@@ -97,8 +97,14 @@ def _more_tensor_parallelism(recipe: Recipe) -> Remedy:
 
 def _checked(recipe: Recipe, remedy: Remedy) -> Remedy:
     """The remedy, with a note where the recipe cannot be changed so."""
+    from . import incompatibilities
+
     try:
-        reasons = recipe.but(**remedy.changes).not_yet()
+        changed = recipe.but(**remedy.changes)
+        incompatibilities.check(changed)
+    except IncompatibleSettings as error:
+        return replace(remedy, note=f"not possible: {', '.join(error.ids)} (see mbmem explain)")
     except UserError as error:
         return replace(remedy, note=f"not possible: {error}")
+    reasons = changed.not_yet()
     return replace(remedy, note=f"cannot be measured: {'; '.join(reasons)}") if reasons else remedy

@@ -128,12 +128,16 @@ class SavingGate:
 
 
 def changed(recipe: Recipe, changes: Mapping[str, object], source: str) -> Recipe:
-    """`recipe.but(**changes)`, with `source` in front of what it raises."""
+    """`recipe.but(**changes)`, with `source` in front of what it raises; also for settings that exclude each other."""
+    from . import incompatibilities
+
     check_changes(changes, source)
     try:
-        return recipe.but(**changes)
+        other = recipe.but(**changes)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
+    incompatibilities.check(other, source)
+    return other
 
 
 def settings_of(changes: Mapping[str, object]) -> tuple[str, ...]:

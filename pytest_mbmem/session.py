@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import pytest
 
-from .errors import MeasurementFailed, NoEffect, NotOnHost, OutOfMemory, ParityFailed, Refused, TooFewGpus, UserError
+from .errors import (
+    IncompatibleSettings,
+    MeasurementFailed,
+    NoEffect,
+    NotOnHost,
+    OutOfMemory,
+    ParityFailed,
+    Refused,
+    TooFewGpus,
+    UserError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -28,15 +38,18 @@ if TYPE_CHECKING:
     from .fragmentation import FragmentationRule
     from .gates import Judgement, PeakGate
     from .growth import Growth, GrowthRule, GrowthSummary
+    from .incompatibilities import Entry as Constraint
     from .item import Watch, Worker
     from .leftovers import Leftovers
     from .measure.host import HostLauncher, Parity, Precision
     from .measure.launch import Launcher
     from .measure.retention import Body
+    from .measure.workers import Workers
     from .measurement import Device, Failure, Measurement
     from .oom import Shortage
     from .options import Options
     from .recipe import Recipe
+    from .refusals import Proof
     from .report.reporter import Reporter
     from .report.results import Measured
     from .savings import SavingGate
@@ -50,7 +63,16 @@ SAVING_MARKER = "memory_saving"
 FITS_MARKER = "fits"
 FRAGMENTATION_MARKER = "fragmentation"
 THROUGHPUT_MARKER = "throughput"
-MARKERS = (MARKER, SAVING_MARKER, FITS_MARKER, FRAGMENTATION_MARKER, THROUGHPUT_MARKER, "no_memory_growth")
+INCOMPATIBLE_MARKER = "incompatible"
+MARKERS = (
+    MARKER,
+    SAVING_MARKER,
+    FITS_MARKER,
+    FRAGMENTATION_MARKER,
+    THROUGHPUT_MARKER,
+    "no_memory_growth",
+    INCOMPATIBLE_MARKER,
+)
 
 
 @dataclass
@@ -64,6 +86,7 @@ class Plan:
     throughputs: tuple[ThroughputGate, ...] = ()
     timing: Timing | None = None  # as the throughput marker asks for; None: there is none
     growth: GrowthRule | None = None
+    incompatible: Constraint | None = None  # what Megatron Core must refuse
     in_worker: bool = False  # the whole test runs in a worker
     mistake: str | None = None
 
@@ -96,6 +119,8 @@ class TestRecord:
     sweeps: list[Sweep] = field(default_factory=list)  # of mbmem.compare and mbmem.sweep, which no gate judges
     growths: list[GrowthSummary] = field(default_factory=list)  # of the no_memory_growth marker
     records: list[Record] = field(default_factory=list)  # what --mbmem-update may write
+    proofs: list[Proof] = field(default_factory=list)  # of refusals
+    refused: list[IncompatibleSettings] = field(default_factory=list)  # raised after a proof
 
     def withdraw(self) -> None:
         """Update nothing: the test fails."""
@@ -179,6 +204,15 @@ class Run:
         launcher = HostLauncher(timeout=self.options.timeout)
         self.config.add_cleanup(launcher.close)
         return launcher
+
+    @property
+    def tried_on(self) -> Workers:
+        """Where refusals are proved: on the host where there is no GPU, virtual or real."""
+        from .refusals import has_cuda_build
+
+        if self.options.host or (self.options.machine is None and not has_cuda_build()):
+            return self.host_launcher
+        return self.launcher
 
     @property
     def device(self) -> Device:
@@ -328,6 +362,7 @@ class Run:
                     "runs whole in a worker has none; name mbmem among its arguments and call mbmem.measure(recipe)"
                 )
             plan.growth = self._growth_rule(item, in_worker=plan.in_worker)
+            plan.incompatible = self._incompatible(item, plan)
             judging = next((name for name, there in plan.peaks.items() if there), None)
             if plan.in_worker and plan.growth is not None and judging is not None:
                 raise UserError(
@@ -430,6 +465,22 @@ class Run:
             rule.check_in_worker(item.nodeid)
         return rule
 
+    def _incompatible(self, item: pytest.Item, plan: Plan) -> Constraint | None:
+        """Of the closest marker."""
+        marker = item.get_closest_marker(INCOMPATIBLE_MARKER)
+        if marker is None:
+            return None
+        from .refusals import entry_of_marker
+
+        entry = entry_of_marker(marker.args, marker.kwargs, item.nodeid)
+        judging = [*plan.measures, *(["no_memory_growth"] if plan.growth is not None else [])]
+        if judging:
+            raise UserError(
+                f"{item.nodeid}: {INCOMPATIBLE_MARKER} says that nothing runs, so that {judging[0]} has nothing to "
+                "judge; give each marker a test of its own"
+            )
+        return entry
+
     # Measuring --------------------------------------------------------------------------------------------------------
 
     def measure(
@@ -443,7 +494,12 @@ class Run:
         """Measure a recipe for a test and keep the result for its gates and for the reports."""
         __tracebackhide__ = True
         key = self._new_key(item, name)
-        measurement = self._measure(item, self.recipe(item, recipe, "mbmem.measure"), ranks)
+        parsed = self.recipe(item, recipe, "mbmem.measure")
+        plan = item.stash.get(PLAN, None)
+        if plan is not None and plan.incompatible is not None:
+            self._prove(item, parsed, plan.incompatible, ranks)
+            raise self._refusal(item, parsed, plan.incompatible)
+        measurement = self._measure(item, parsed, ranks)
         self.keep(item, key, name, measurement, ranks)
         self.write_snapshots(item)
         failure = measurement.failure
@@ -465,6 +521,56 @@ class Run:
             plan = item.stash[PLAN]
             return self.launcher.measure(recipe, ranks=ranks, timing=plan.timing if plan is not None else None)
         return self.launcher.measure(recipe, ranks=ranks)
+
+    def refuses(
+        self, item: pytest.Item, recipe: Given, id: str | None, ranks: Literal["distinct", "all"] | Sequence[int]
+    ) -> Proof:
+        """Prove for a test that Megatron Core refuses a recipe as documented."""
+        __tracebackhide__ = True
+        from .incompatibilities import catalog
+
+        parsed = self.recipe(item, recipe, "mbmem.refuses")
+        plan = item.stash.get(PLAN, None)
+        entry = plan.incompatible if plan is not None else None
+        if id is not None:
+            try:
+                entry = catalog()[id]
+            except UserError as error:
+                raise UserError(f"{item.nodeid}: mbmem.refuses: {error}") from None
+        if entry is None:
+            raise UserError(
+                f"{item.nodeid}: mbmem.refuses(recipe): which constraint the recipe breaks must be said, as in "
+                'mbmem.refuses(recipe, "cpu-offload-with-pp"), or by the incompatible marker'
+            )
+        return self._prove(item, parsed, entry, ranks)
+
+    def _prove(
+        self, item: pytest.Item, recipe: Recipe, entry: Constraint, ranks: Literal["distinct", "all"] | Sequence[int]
+    ) -> Proof:
+        """The proof that the recipe is refused as documented. Fails or skips the test where there is none."""
+        __tracebackhide__ = True
+        from .refusals import prove
+
+        try:
+            proof = prove(self.tried_on, recipe, entry, ranks=None if ranks == "distinct" else ranks)
+        except UserError as error:
+            raise UserError(f"{item.nodeid}: {error}") from None
+        item.stash.setdefault(RECORD, TestRecord()).proofs.append(proof)
+        _demand(proof)
+        return proof
+
+    @staticmethod
+    def _refusal(item: pytest.Item, recipe: Recipe, entry: Constraint) -> IncompatibleSettings:
+        """What measuring the recipe raises without the marker; an error of its own for what only a run would tell."""
+        from .incompatibilities import check
+
+        error = IncompatibleSettings(f"{entry.id}: {entry.why}", (entry.id,))
+        try:
+            check(recipe)
+        except IncompatibleSettings as raised:
+            error = raised
+        item.stash[RECORD].refused.append(error)
+        return error
 
     def _is_about_other_gpus(self, item: pytest.Item, failure: Failure) -> bool:
         """Whether this session's GPU being too small is no matter: the test's fits markers name others alone."""
@@ -851,6 +957,14 @@ def _raised(failure: Failure, device: Device) -> MeasurementFailed:
     return kind(f"{what} on rank {failure.rank}{place} ({device.name}): {failure.message}")
 
 
+def _demand(proof: Proof) -> None:
+    """Fail the test unless the recipe is refused as documented; skip it where that cannot be decided."""
+    if proof.verdict == "cannot be decided":
+        pytest.skip(proof.headline)
+    if proof.verdict != "refused as documented":
+        pytest.fail(proof.explain(), pytrace=False)
+
+
 class MeasuringTests:
     """The hooks that run for every test."""
 
@@ -892,6 +1006,8 @@ class MeasuringTests:
         plan = item.stash.get(PLAN, None)
         if plan is None:
             return (yield)
+        if plan.incompatible is not None:
+            return (yield from self._must_be_refused(item, plan.incompatible))
         # Growth has a recording of its own, and the allocator has one history.
         watch = self.run.worker.watch(record=plan.growth is None) if self.run.worker is not None else None
         body = self.run.worker.watch_growth() if self.run.worker is not None and plan.growth is not None else None
@@ -926,6 +1042,39 @@ class MeasuringTests:
         if found:
             record.withdraw()
             self._end(found)
+        return result
+
+    def _must_be_refused(self, item: pytest.Item, entry: Constraint) -> Generator[None, object, object]:
+        """Pass a test of the incompatible marker if what it tries is refused as documented, and for nothing else."""
+        record, worker = item.stash.setdefault(RECORD, TestRecord()), self.run.worker
+        result: object = None
+        error: Exception | None = None
+        try:
+            result = yield
+        except NotOnHost as other:
+            pytest.skip(str(other))
+        except Exception as raised:
+            if worker is None and not any(raised is refusal for refusal in record.refused):
+                raise
+            error = raised
+        if worker is not None:
+            from .measure.refusal_worker import message_of
+            from .refusals import Raised, judge_body
+
+            said = None if error is None else Raised(type(error).__name__, message_of(error), at="")
+            try:
+                proof = judge_body(entry, said, worker.tried, real_gpu=self.run.options.machine is not None)
+            except UserError as mistake:
+                pytest.fail(f"{item.nodeid}: {mistake}", pytrace=False)
+            record.proofs.append(proof)
+        elif not record.proofs:
+            pytest.fail(
+                f"nothing was tried: {item.nodeid} has the {INCOMPATIBLE_MARKER} marker, but never called "
+                "mbmem.measure() or mbmem.refuses()",
+                pytrace=False,
+            )
+        for proof in record.proofs:
+            _demand(proof)
         return result
 
     def _end(self, found: Sequence[str | TooFewGpus]) -> NoReturn:
@@ -972,6 +1121,8 @@ class MeasuringTests:
         error = call.excinfo.value if report.failed and call.excinfo is not None else None
         if isinstance(error, OutOfMemory) and self.run.explain_error(item, error):
             report.longrepr = item.repr_failure(call.excinfo)  # type: ignore[arg-type]
+        if isinstance(error, IncompatibleSettings) and call.excinfo is not None:  # complete without a traceback
+            report.longrepr = call.excinfo.getrepr(style="value")
         if report.failed and call.when == "call" and call.excinfo is not None:
             said = self.run.snapshots.of_failure(item, record.measured, call.excinfo.value)
             add_section = getattr(report.longrepr, "addsection", None)

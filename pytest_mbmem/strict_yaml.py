@@ -48,7 +48,7 @@ def read_yaml(path: str | Path) -> tuple[object, dict[str, int]]:
             node.tag = "tag:yaml.org,2002:float"
 
     try:
-        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(Path(path).read_text(encoding="utf-8"))
         root = loader.get_single_node()
         if root is None:
             raise UserError(f"{path}: the file is empty")

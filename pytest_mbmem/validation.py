@@ -28,9 +28,9 @@ class BadKey(UserError):
 class Part:
     """A frozen dataclass whose fields are checked against their type hints when it is made.
 
-    The hints it may use: int (1 or more), str (printable), bool, `Annotated[float, Allowed(...)]`, Literal,
-    Mapping[str, str], a tuple of any length, another part, and unions of these. Lists become tuples there, and whole
-    numbers floats.
+    The hints it may use: int (1 or more), str (printable), bool, `Annotated[float, Allowed(...)]` and likewise of int,
+    Literal, Mapping[str, str], Mapping[str, Any] (identifiers to plain values), a tuple of any length, another part,
+    and unions of these. Lists become tuples there, and whole numbers floats.
     """
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
@@ -38,10 +38,10 @@ class Part:
 
     def __post_init__(self) -> None:
         for name, hint in hints_of(type(self)).items():
-            value = getattr(self, name)
-            accepted = _accept(value, hint)
+            value, key = getattr(self, name), self._prefix + name
+            accepted = _plain_values(key, value) if hint == Mapping[str, Any] else _accept(value, hint)
             if accepted is _WRONG:
-                raise BadKey(self._prefix + name, f"{show(value)} is not {_describe(hint)}")
+                raise BadKey(key, f"{show(value)} is not {_describe(hint)}")
             object.__setattr__(self, name, accepted)
 
 
@@ -86,6 +86,8 @@ def _accept_one(value: object, hint: Any) -> object:
         # A bool is an int too; NaN fails the comparison; a larger int may not fit into a float.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= _INT_MAX:
             return _WRONG
+        if arguments[0] is int:
+            return value if type(value) is int and arguments[1].test(value) else _WRONG
         number = float(value) + 0.0  # no negative zero
         return number if arguments[1].test(number) else _WRONG
     if origin is Literal:
@@ -105,6 +107,37 @@ def _accept_one(value: object, hint: Any) -> object:
     return value if isinstance(value, hint) else _WRONG
 
 
+def _plain_values(key: str, values: object) -> object:
+    """A copy of a mapping of identifiers to plain values, lists as tuples; `_WRONG` for what is no mapping.
+
+    Raises for the name or value in it that is wrong.
+    """
+    if not isinstance(values, Mapping):
+        return _WRONG
+    accepted = {}
+    for name, value in values.items():
+        if not isinstance(name, str) or not name.isidentifier():
+            raise BadKey(key, f"{show(name)} is not a name of letters, digits and underscores")
+        items = [_plain(item) for item in (value if isinstance(value, (list, tuple)) else [value])]
+        if any(item is _WRONG for item in items):
+            problem = f"{show(value)} is not null, true or false, a number, text on one line, or a list of these"
+            raise BadKey(f"{key}.{name}", problem)
+        accepted[name] = tuple(items) if isinstance(value, (list, tuple)) else items[0]
+    return accepted
+
+
+def _plain(value: object) -> object:
+    """Null, true or false, a number or text; or `_WRONG`. A whole number is an int, however it was written."""
+    if value is None or isinstance(value, bool):
+        return value
+    if type(value) not in (int, float):
+        return _accept(value, str)
+    number = typing.cast(float, value)
+    if not abs(number) <= _INT_MAX:  # NaN fails the comparison
+        return _WRONG
+    return int(number) if number == int(number) else number
+
+
 def _describe(hint: Any) -> str:
     return " or ".join(_describe_one(alternative) for alternative in alternatives(hint))
 
@@ -112,7 +145,7 @@ def _describe(hint: Any) -> str:
 def _describe_one(hint: Any) -> str:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return f"a number {arguments[1].words}"
+        return f"a {'whole ' if arguments[0] is int else ''}number {arguments[1].words}"
     if origin is Literal:
         return "one of " + ", ".join(map(repr, arguments))
     if origin is tuple:
@@ -120,7 +153,7 @@ def _describe_one(hint: Any) -> str:
         literal = typing.get_args(items[0]) if typing.get_origin(items[0]) is Literal else ()
         return f"a list of {', '.join(map(repr, literal)) or 'texts'}"
     if origin is not None:
-        return "a mapping of names to text (numbers in quotes)"
+        return f"a mapping of names to {'plain values' if arguments[1] is Any else 'text (numbers in quotes)'}"
     words = {
         int: "a whole number from 1 to 2**63 - 1",
         bool: "true or false",

@@ -3,9 +3,9 @@
 The peak of rank 0 is as many MiB as the recipe's seq_length (plus FAKE_EXTRA_MIB), rank 1 has half of it, and a recipe
 named after a failure fails. So a test chooses the verdict without a device.
 
-Each label of recompute_modules takes 16 MiB off rank 0 and adds 5% of the FLOPs, "nothing" changes no figure, "bad"
-adds 8 MiB, and "last" takes 8 MiB off rank 1 alone. Each label of offload_modules takes 8 MiB off rank 0, which move to
-the host and back. Every recipe that is measured is a line of the file that FAKE_LOG names.
+Each label of recompute_modules takes 16 MiB off rank 0 and adds 5% of the FLOPs, but "moe" changes no figure,
+"shared_experts" adds 8 MiB, and "layernorm" takes 8 MiB off rank 1 alone. Each label of offload_modules takes 8 MiB off
+rank 0, which move to the host and back. Every recipe that is measured is a line of the file that FAKE_LOG names.
 
 With FAKE_STEP_MS the device is a real GPU, and these are the milliseconds of rank 0's cold step and of its timed steps.
 Rank 1 takes half of them. FAKE_MODE is "solo" or "joint", and FAKE_MODEL_FLOPS are those of each rank.
@@ -58,11 +58,11 @@ class FakeLauncher:
                 log.write(f"{recipe.digest} {ranks}\n")
         peak = (recipe.training.seq_length + int(os.environ.get("FAKE_EXTRA_MIB", "0"))) * MIB
         recompute, offload = recipe.memory.recompute_modules or (), recipe.memory.offload_modules
-        effects = {"nothing": 0, "bad": -8 * MIB, "last": 0}
+        effects = {"moe": 0, "shared_experts": -8 * MIB, "layernorm": 0}
         saved = sum(effects.get(label, 16 * MIB) for label in recompute) + 8 * MIB * len(offload)
         moved = {"to host": 8 * MIB, "to device": 8 * MIB} if offload else {}
         costs: dict[str, Any] = {
-            "flops_per_step": 1000 + 50 * len([label for label in recompute if label != "nothing"]),
+            "flops_per_step": 1000 + 50 * len([label for label in recompute if label != "moe"]),
             "collective_bytes": {"tp": MIB},
             "moved_bytes": {way: size * len(offload) for way, size in moved.items()},
             "host_peak": 8 * MIB * len(offload),
@@ -80,7 +80,7 @@ class FakeLauncher:
             mode=os.environ.get("FAKE_MODE", "solo"),
             ranks=(
                 _rank(0, peak - saved, self.gpu.usable, costs),
-                _rank(1, peak // 2 - 8 * MIB * ("last" in recompute), self.gpu.usable, costs),
+                _rank(1, peak // 2 - 8 * MIB * ("layernorm" in recompute), self.gpu.usable, costs),
             ),
             recipe=recipe.to_dict(),
             recipe_digest=recipe.digest,

@@ -89,7 +89,7 @@ def test_the_same_recipe_is_no_control() -> None:
         matched(RECIPE, RECIPE.but(name="other"), ["memory"], "t")
 
 
-@pytest.mark.parametrize("names", ["memory", ["tp", "model.moe.overload"], ("environment.NCCL_DEBUG",)])
+@pytest.mark.parametrize("names", ["memory", ["tp", "model.moe.overload"], ("environment.NCCL_DEBUG", "megatron.fp8")])
 def test_names_of_settings_are_taken(names: Any) -> None:
     assert check_settings(names, "t") == ((names,) if isinstance(names, str) else tuple(names))
 

@@ -21,7 +21,7 @@ RECIPES = """
     SETTINGS = {
         "core_attn": {"recompute_modules": ["core_attn"]},
         "both": {"recompute_modules": ["core_attn", "mlp"]},
-        "nothing": {"recompute_modules": ["nothing"]},
+        "nothing": {"recompute_modules": ["moe"]},
         "offload": {"offload_modules": ["core_attn"]},
         "oom": {"recompute_modules": ["mlp"], "name": "oom"},
     }
@@ -143,7 +143,7 @@ def test_a_side_that_fails_is_a_verdict_and_raises_where_a_figure_is_asked_for(p
         ("compare(PLAIN, PLAIN)", "*control and candidate are the same recipe, so there is nothing to compare"),
         ("compare({}, {})", "*control and candidate are changes of settings; one must be a whole recipe"),
         ("compare(PLAIN, {'tpp': 2})", "*'tpp' is not a field of a recipe; did you mean 'tp'?"),
-        ("compare(PLAIN, {'tp': 3})", "*model.num_attention_heads: 4 is not a multiple of *"),
+        ("compare(PLAIN, {'tp': 3})", "*mbmem.compare(): model.ffn_hidden_size: 256 is not a multiple of *"),
         ("compare(PLAIN, 3)", "*mbmem.compare(3): allowed are a Recipe, the path *"),
         ("compare(PLAIN, 'nowhere.yaml')", "*nowhere.yaml: *"),
         ("compare(PLAIN, SAVING, settings=['tpp'])", "*mbmem.compare(): 'tpp' is no setting of a recipe; *"),
@@ -249,14 +249,14 @@ def test_a_list_of_changes_names_its_rows(project: pytest.Pytester) -> None:
         project,
         """
     def test_x(mbmem):
-        sweep = mbmem.sweep(PLAIN, [{"recompute_modules": ["a", "b"]}, {"seq_length": 32}])
-        assert [row.name for row in sweep] == ["recompute_modules=a+b", "seq_length=32"]
+        sweep = mbmem.sweep(PLAIN, [{"recompute_modules": ["core_attn", "mlp"]}, {"seq_length": 32}])
+        assert [row.name for row in sweep] == ["recompute_modules=core_attn+mlp", "seq_length=32"]
         print(sweep)
 """,
     )
     result = project.runpytest("-s")
     result.assert_outcomes(passed=1)
-    result.stdout.fnmatch_lines(["recompute_modules=a+b * 32.00 MiB * saving*"])
+    result.stdout.fnmatch_lines(["recompute_modules=core_attn+mlp * 32.00 MiB * saving*"])
 
 
 def test_nothing_of_it_is_gated(project: pytest.Pytester) -> None:

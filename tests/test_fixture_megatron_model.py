@@ -78,9 +78,11 @@ def test_what_megatron_refuses_is_said_and_another_model_can_be_built(real_proje
     real_project.makepyfile(
         """
         import pytest
+        import pytest_mbmem
 
         SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 1000}
-        REFUSED = {"model": SHAPE, "memory": {"recompute_granularity": "selective", "recompute_modules": ["nonsense"]}}
+        REFUSED = {"model": SHAPE, "megatron": {"softmax_type": "none"}}  # no documented constraint
+        BROKEN = {"model": SHAPE, "memory": {"recompute_granularity": "selective", "recompute_modules": ["nonsense"]}}
 
         def test_refused(megatron_model):
             megatron_model(REFUSED)
@@ -88,12 +90,22 @@ def test_what_megatron_refuses_is_said_and_another_model_can_be_built(real_proje
         def test_then_another(megatron_model):
             with pytest.raises(pytest.fail.Exception, match="Megatron Core refuses it"):
                 megatron_model(REFUSED)
+            with pytest.raises(pytest_mbmem.IncompatibleSettings, match="recompute-label-unknown"):
+                megatron_model(BROKEN)
             megatron_model({"model": SHAPE}).step()
+
+        def test_broken(megatron_model):
+            megatron_model(BROKEN)
         """
     )
     result = real_project.runpytest()
-    result.assert_outcomes(failed=1, passed=1)
-    result.stdout.fnmatch_lines(["Megatron Core refuses it: Invalid choices for recompute_modules: {'nonsense'}*"])
+    result.assert_outcomes(failed=2, passed=1)
+    result.stdout.fnmatch_lines(
+        [
+            "Megatron Core refuses it: Softmax type not supported*",
+            "*incompatible settings: recompute-label-unknown",
+        ]
+    )
     result.stdout.no_fnmatch_line("*fixtures.py:*")
 
 

@@ -80,9 +80,9 @@ def test_a_saving_that_is_too_small_fails_with_the_arithmetic(project: pytest.Py
 @pytest.mark.parametrize(
     ("modules", "arguments", "headline"),
     [
-        (["nothing"], "", "NO EFFECT: memory.recompute_modules saves nothing of peak allocated"),
-        (["last"], "", "NO EFFECT: memory.recompute_modules saves nothing of peak allocated"),
-        (["bad"], "", "COSTS MORE: peak allocated is 8.00 MiB above the control's"),
+        (["moe"], "", "NO EFFECT: memory.recompute_modules saves nothing of peak allocated"),
+        (["layernorm"], "", "NO EFFECT: memory.recompute_modules saves nothing of peak allocated"),
+        (["shared_experts"], "", "COSTS MORE: peak allocated is 8.00 MiB above the control's"),
         (["a", "b"], ", max_slowdown='7%'", "TOO SLOW: 10.00% more FLOPs than the control, 7.00% are allowed"),
     ],
 )
@@ -98,7 +98,7 @@ def test_what_is_no_saving_fails(project: pytest.Pytester, modules: list[str], a
     result = project.runpytest()
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines([headline.replace("peak allocated", "peak allocated*")])
-    if modules == ["last"]:
+    if modules == ["layernorm"]:
         result.stdout.fnmatch_lines(["  - rank 1 saves 8.00 MiB, but it is not the worst one"])
 
 
@@ -265,7 +265,7 @@ def test_controls_of_one_name_are_two_controls_and_equal_rules_one(project: pyte
         """
     @pytest.mark.memory_saving(PLAIN.but(name="same"), at_least="10 MiB")
     @pytest.mark.memory_saving(PLAIN.but(name="same"), at_least="10 MiB")
-    @pytest.mark.memory_saving(PLAIN.but(name="same", recompute_modules=["nothing", "a"]), at_least="10 MiB")
+    @pytest.mark.memory_saving(PLAIN.but(name="same", recompute_modules=["moe", "a"]), at_least="10 MiB")
     def test_x(mbmem):
         mbmem.measure(SAVING)
 """,
@@ -281,7 +281,7 @@ def test_a_control_that_is_not_matched_hides_no_other_failure(project: pytest.Py
         project,
         """
     @pytest.mark.memory_saving(PLAIN)
-    @pytest.mark.memory_saving({"recompute_modules": ["bad"]}, at_least="1 GiB")
+    @pytest.mark.memory_saving({"recompute_modules": ["shared_experts"]}, at_least="1 GiB")
     @pytest.mark.peak_memory(limit="40 MiB")
     def test_x(mbmem):
         mbmem.measure(PLAIN)
@@ -413,7 +413,7 @@ def test_every_report_has_the_comparison(
     write(
         project,
         """
-    @pytest.mark.memory_saving({"recompute_modules": ["nothing"]}, at_least="20 MiB")
+    @pytest.mark.memory_saving({"recompute_modules": ["moe"]}, at_least="20 MiB")
     @pytest.mark.memory_saving(PLAIN, at_least="10 MiB")
     def test_x(mbmem):
         mbmem.measure(SAVING)
@@ -426,7 +426,7 @@ def test_every_report_has_the_comparison(
     first, second = measured["savings"]
     assert (first["verdict"], first["needed"], first["comparison"]["saving"]) == ("pass", 10 * MIB, 16 * MIB)
     assert [rank["saving"] for rank in first["comparison"]["ranks"]] == [16 * MIB, 0]
-    assert (second["verdict"], second["rule"]["control"]) == ("saves too little", "recompute_modules=nothing")
+    assert (second["verdict"], second["rule"]["control"]) == ("saves too little", "recompute_modules=moe")
     found = ElementTree.parse(project.path / "j.xml").iterfind(".//testcase/properties/property")
     figures = {p.get("name"): p.get("value") for p in found}
     assert figures["mbmem_saving_verdict"] == "pass"
@@ -437,7 +437,7 @@ def test_every_report_has_the_comparison(
     assert figures["mbmem_saving_control_phase"] == "build"
     assert figures["mbmem_saving_verdict#2"] == "saves too little"
     page = Path(project.path / "o.html").read_text()
-    assert "asked for: 20.00 MiB; the control is recompute_modules=nothing" in page
+    assert "asked for: 20.00 MiB; the control is recompute_modules=moe" in page
     assert "saves 16.00 MiB (25.00%)" in page
     assert "<td>0</td><td>64.00 MiB</td><td>48.00 MiB</td><td>+16.00 MiB</td>" in page
     assert main(["report", str(project.path / "o.json")]) == 0

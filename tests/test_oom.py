@@ -217,7 +217,7 @@ def test_remedies_add_to_what_is_recomputed() -> None:
 def test_an_impossible_remedy_is_named_with_the_reason() -> None:
     odd = DENSE.but(num_layers=6)
     notes = {r.name: r.note for r in remedies(odd, expandable_segments=True)}
-    assert notes["PP 2 -> 4, keeping DP"].startswith("not possible: model.num_layers: 6 ")
+    assert notes["PP 2 -> 4, keeping DP"].startswith("not possible: pp-layers-not-divisible")
     assert notes["recompute core_attn"] == ""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from pytest_mbmem.compare import Comparison
-from pytest_mbmem.errors import UserError
+from pytest_mbmem.errors import IncompatibleSettings, UserError
 from pytest_mbmem.measurement import Device, Failure, Measurement, PhaseFigures, RankMeasurement
 from pytest_mbmem.recipe import Model, Recipe, Training
 from pytest_mbmem.savings import SavingGate, SavingJudgement, SavingRule, judge_failed, judge_saving
@@ -152,8 +152,12 @@ def test_a_recipe_must_be_matched() -> None:
 
 
 def test_a_control_that_is_impossible_or_the_same_is_refused() -> None:
-    with pytest.raises(UserError, match=r"memory\.recompute_modules: .* needs recompute_granularity 'selective'"):
-        marker({"recompute_modules": []}).control_of(RECIPE, SOURCE)
+    with pytest.raises(
+        IncompatibleSettings, match=r"^t.py::test_x: memory_saving\(control=.*: incompatible settings: "
+    ):
+        marker({"recompute_modules": ["mlp"]}).control_of(RECIPE, SOURCE)
+    with pytest.raises(UserError, match=r"control=.*: memory\.recompute_modules: \['mlp', 'mlp'\] names mlp twice"):
+        marker({"recompute_modules": ["mlp"] * 2}).control_of(RECIPE, SOURCE)
     with pytest.raises(UserError, match="control and candidate are the same recipe"):
         marker({"recompute_granularity": None}).control_of(RECIPE, SOURCE)
 

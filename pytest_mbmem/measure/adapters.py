@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..measurement import Adapter, Failure, RankMeasurement
+from ..measurement import Adapter, RankMeasurement
 
 
-def regather_failure(ranks: Sequence[RankMeasurement]) -> Failure | None:
-    """A failure if re-gather was requested and no adapter of the measured ranks does it; names targets and reasons."""
+def not_regathered(ranks: Sequence[RankMeasurement]) -> str:
+    """Why no adapter of the measured ranks gathers its input again although that was requested; "" if one does."""
     requested = [adapter for adapter in _present(ranks) if adapter.regather_requested]
-    if not requested or any(adapter.regather_effective for adapter in requested):
-        return None
-    reasons = "; ".join(f"{', '.join(targets)}: {reason}" for reason, targets in _by_reason(requested).items())
-    return Failure("no effect", ranks[0].rank, f"lora.sequence_parallel_input_regather: it has no effect; {reasons}")
+    if any(adapter.regather_effective for adapter in requested):
+        return ""
+    return "; ".join(f"{', '.join(targets)}: {reason}" for reason, targets in _by_reason(requested).items())
 
 
 def adapter_notes(ranks: Sequence[RankMeasurement]) -> tuple[str, ...]:
     """Sentences on targets that no measured rank has, and on which adapters gather their input again and which not."""
     found = _present(ranks)
-    notes = [f"LoRA trains nothing for its target {a.target}: {a.reason}" for a in found if not a.count]
+    notes = [f"LoRA target {a.target}: requested, not effective: {a.reason}" for a in found if not a.count]
     for reason, targets in _by_reason([a for a in found if a.count and a.regather_requested]).items():
-        effect = f"has no effect ({reason})" if reason else "is in effect"
-        notes.append(f"LoRA input re-gather {effect}: {', '.join(targets)}")
+        effect = f"requested, not effective: {reason}" if reason else "in effect"
+        notes.append(f"LoRA input re-gather of {', '.join(targets)}: {effect}")
     return tuple(dict.fromkeys(notes))
 
 

@@ -24,7 +24,7 @@ from ..recipe import Recipe
 from ..throughput import Timing
 from ..virtual_gpu.gpus import Gpu
 from ..virtual_gpu.stand_in import stand_ins
-from . import adapters, foreign, gpu_locks
+from . import adapters, effects, foreign, gpu_locks
 from . import ranks as rank_choice
 from .launch import Launcher, check, failure_of, recipe_environment, versions
 from .nvml import Machine, PhysicalGpu
@@ -245,7 +245,8 @@ class GpuLauncher(Launcher):
             parts = [part]
         else:
             parts = self._parts_of_all(self.torchrun, recipe, mode, chosen, timing, twin)
-        return self._measurement_of(recipe, mode, [rank for rank in chosen if rank.rank in reported], parts)
+        shown = [rank for rank in chosen if rank.rank in reported]
+        return self._measurement_of(recipe, mode, shown, parts, check_effects)
 
     def measure_many(
         self,
@@ -451,7 +452,7 @@ class GpuLauncher(Launcher):
         return Twin(replace(found, ranks=small), {kinds[work].rank: flops for work, flops in model_flops.items()})
 
     def _measurement_of(
-        self, recipe: Recipe, mode: Mode, reported: Sequence[Rank], parts: Sequence[Part]
+        self, recipe: Recipe, mode: Mode, reported: Sequence[Rank], parts: Sequence[Part], check_effects: bool
     ) -> Measurement:
         """Of the ranks to report; what fails on any other is the measurement's failure all the same."""
         results = {number: (part.ended, result) for part in parts for number, result in part.results.items()}
@@ -476,8 +477,8 @@ class GpuLauncher(Launcher):
         first = Failure("disturbed", *disturbed) if disturbed is not None else None
         if first is None and failures:
             first = min(failures, key=lambda failure: failure[0])[1]
-        if first is None:
-            first = adapters.regather_failure(ranks) or twin.no_effect
+        if first is None and check_effects:
+            first = twin.no_effect if twin.ran else effects.failure(ranks, {})
         return Measurement(
             device=self.device,
             ranks=tuple(ranks),

@@ -69,9 +69,9 @@ class Launcher(Workers):
     ) -> Measurement:
         """Measure the recipe's ranks, alone and one process each.
 
-        With `check_effects`, a memory setting that changes nothing on any rank is a failure ("no effect"). What goes
-        wrong in a worker is in the measurement's `failure`. Raises `UserError` when the recipe or `ranks`
-        cannot be measured at all.
+        With `check_effects`, a memory setting that changes nothing on any rank is a failure ("no effect"), which tells
+        why. What goes wrong in a worker is in the measurement's `failure`. Raises `UserError` when the recipe or
+        `ranks` cannot be measured at all.
         """
         return self.measure_many([recipe], ranks=ranks, count_flops=count_flops, check_effects=check_effects)[0]
 
@@ -178,12 +178,13 @@ class Launcher(Workers):
                 fields.update(counts.value)
             fields["outside"] = outside.estimate(self.gpu, (counts.value or {}).get("collective_bytes"))
             ranks.append(RankMeasurement.from_json(fields))
-        for name, probed in without.items():
-            failures += [failure_of(c, r, f"without {name}: ") for r, c in probed.items() if c.failure is not None]
-        if check_effects and not failures and (without_effect := adapters.regather_failure(ranks)):
-            failures.append(without_effect)
-        if not failures:
-            failures += effects.failures(ranks, {n: {r: c.value for r, c in w.items()} for n, w in without.items()})
+        for name, runs in without.items():
+            failures += [failure_of(c, r, f"without {name}: ") for r, c in runs.items() if c.failure is not None]
+        probed = {name: {r: c.value for r, c in results.items()} for name, results in without.items()}
+        notes = adapters.adapter_notes(ranks)
+        if check_effects and not failures:
+            notes += effects.notes(ranks, probed)
+            failures += filter(None, [effects.failure(ranks, probed)])
         return Measurement(
             device=self.device,
             ranks=tuple(ranks),
@@ -192,7 +193,7 @@ class Launcher(Workers):
             world_size=recipe.world_size,
             environment=versions(),
             assumptions=tuple(dict.fromkeys([*assumptions, *([outside.assumption(self.gpu)] if ranks else [])])),
-            notes=adapters.adapter_notes(ranks),
+            notes=notes,
             failure=failures[0] if failures else None,
             logs=_logs(chosen, measured, counted, without),
         )
@@ -218,9 +219,12 @@ class _Elsewhere(Launcher):
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` for a recipe that this version cannot measure."""
+    """Raise `UserError` for a recipe whose settings exclude each other, or that this version cannot measure."""
+    from .. import incompatibilities
+
+    incompatibilities.check(recipe)
     if reasons := recipe.not_yet():
-        raise UserError(f"recipe {recipe.name or recipe.digest} cannot be measured yet: {'; '.join(reasons)}")
+        raise UserError(f"{recipe.origin[0]} cannot be measured yet: {'; '.join(reasons)}")
 
 
 def recipe_environment(recipe: Recipe) -> dict[str, str]:

@@ -36,8 +36,14 @@ class Twin:
         return (self.problem,) if self.problem else ()
 
     @property
+    def ran(self) -> bool:
+        """Whether it tells which settings change something."""
+        failure = self.measurement.failure if self.measurement is not None else None
+        return self.measurement is not None and (failure is None or failure.kind == "no effect")
+
+    @property
     def no_effect(self) -> Failure | None:
-        """A setting that changes nothing there."""
+        """The settings that change nothing there."""
         failure = self.measurement.failure if self.measurement is not None else None
         if failure is None or failure.kind != "no effect":
             return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import Refused, UserError
-from ..measurement import Adapter, Failure, RankMeasurement
-from ..megatron import joint, lora, offload, stand_ins, te_equivalents
+from ..measurement import Adapter, Effect, Failure, RankMeasurement
+from ..megatron import effective, joint, lora, offload, stand_ins, te_equivalents
 from ..megatron.model import LiveModel, live_model
 from ..recipe import Recipe
 from ..virtual_gpu import routing
@@ -51,6 +51,7 @@ def measure_rank(
     failure = None
     moved: list[dict[str, int]] = []  # in each step
     adapters: tuple[Adapter, ...] = ()
+    found: tuple[Effect, ...] = ()
     parsed = Recipe.from_dict(recipe, "recipe")
     settings = parsed.memory.alloc_conf
     believed: tuple[str, ...] = ()
@@ -73,10 +74,11 @@ def measure_rank(
         if snapshot is not None and recording is None:
             torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", max_entries=MAX_EVENTS)
         begin(0, "build")
-        with refusals():
+        with refusals(parsed.megatron):
             model = live_model(parsed, rank, virtual=driver_is_loaded(), initialize=peers.join(job))
             allocator.check_settings(settings)
             adapters = lora.adapters(model.chunks, parsed.lora) if parsed.lora else ()
+            found = effective.effects(model)
             for _ in range(parsed.training.steps):
                 before = bytes_moved()
                 if on_gpu is None:
@@ -92,7 +94,7 @@ def measure_rank(
     except Disturbed as error:
         failure = Failure("disturbed", rank, str(error), *(recorder.current or (None, None)))
     recorder.end()
-    figures = {**recorder.results(), "adapters": adapters}
+    figures = {**recorder.results(), "adapters": adapters, "effects": found}
     if recording is not None:
         history = recording.stop()
         figures["composition"] = history.composition(figures["phases"])
@@ -157,10 +159,11 @@ def _build(recipe: dict[str, Any], rank: int) -> LiveModel:
 
 
 @contextmanager
-def refusals() -> Iterator[None]:
+def refusals(added: Mapping[str, Any] | None = None) -> Iterator[None]:
     """Around building and training a model: raise `Refused` for what Megatron or this package refuses there.
 
-    Some settings pass Megatron's checks and meet an assertion of its in the middle of a step.
+    Some settings pass Megatron's checks and meet an assertion of its in the middle of a step. With settings that a
+    recipe has added by Megatron's names (`Recipe.megatron`), every error in Megatron's code is its answer to them.
     """
     try:
         yield
@@ -168,9 +171,24 @@ def refusals() -> Iterator[None]:
         raise Refused(str(error)) from None
     except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
         *_, innermost = traceback.walk_tb(error.__traceback__)
-        if not innermost[0].f_globals.get("__name__", "").startswith("megatron.core"):
+        refuses = innermost[0].f_globals.get("__name__", "").startswith("megatron.core")
+        if not refuses and not (added and _is_megatrons(error)):
             raise
         raise Refused(f"Megatron Core refuses it: {str(error) or type(error).__name__}") from None
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if not added or not _is_megatrons(error):
+            raise
+        kind = type(error).__name__
+        raise Refused(f"Megatron Core fails with {', '.join(sorted(added))}: {kind}: {error}") from error
+
+
+def _is_megatrons(error: BaseException) -> bool:
+    """Whether an error comes from Megatron's code, or from a library that it called."""
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours_and_its = [name for name in modules if name.startswith(("pytest_mbmem.", "megatron.core"))]
+    return bool(ours_and_its) and ours_and_its[-1].startswith("megatron.core")
 
 
 def trace_rank(recipe: dict[str, Any], rank: int, steps: int) -> dict[str, Any]:
@@ -181,7 +199,7 @@ def trace_rank(recipe: dict[str, Any], rank: int, steps: int) -> dict[str, Any]:
     torch.set_num_threads(1)  # kernels run on no core
     try:
         _start_cuda(recipe)
-        with refusals():
+        with refusals(recipe.get("megatron")):
             trace = trace_model(_build(recipe, rank), steps)
     except torch.OutOfMemoryError as error:
         return {"trace": None, "failure": "out of memory", "message": str(error)}
@@ -203,7 +221,7 @@ def count_rank(recipe: dict[str, Any], rank: int) -> dict[str, Any]:
     """
     torch.set_num_threads(1)
     try:
-        with refusals():
+        with refusals(recipe.get("megatron")):
             model = _build(recipe, rank)
             with counting() as counted:
                 model.step()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from importlib.metadata import version
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,172 +15,88 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 
-from ..recipe import Memory, Model, Moe, Recipe
-from ..validation import BadKey
+from ..megatron_settings import added, ddp_settings, optimizer_settings, transformer_settings
+from ..recipe import Recipe
+from ..validation import BadKey, show
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}  # "torch.bfloat16", ...
+_FUNCTIONS = {"gelu": F.gelu, "silu": F.silu}
+
+_Config = TypeVar("_Config", TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
 
 
 def transformer_config(recipe: Recipe) -> TransformerConfig:
     """The model's configuration. Whatever the recipe does not name is as in Megatron-LM's training script.
 
-    Needs no process groups. Raises what Megatron raises (ValueError, AssertionError) where it refuses the settings.
+    Needs no process groups. Raises what Megatron raises (ValueError, AssertionError) where it refuses the settings, and
+    `UserError` for a setting of `recipe.megatron` that no class of the installed Megatron has.
     """
-    model, parallelism, training = recipe.model, recipe.parallelism, recipe.training
-    dtype = _DTYPES[training.precision]
-    swiglu = model.activation == "swiglu"
-    config_class = TransformerConfig if model.mla is None else MLATransformerConfig
-    config = config_class(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        normalization=model.normalization,
-        qk_layernorm=model.qk_layernorm,
-        add_bias_linear=model.add_bias_linear,
-        add_qkv_bias=model.add_qkv_bias,
-        gated_linear_unit=swiglu,
-        activation_func=F.silu if swiglu else F.gelu,
-        attention_dropout=model.attention_dropout,
-        hidden_dropout=model.hidden_dropout,
-        tensor_model_parallel_size=parallelism.tp,
-        sequence_parallel=parallelism.sequence_parallel,
-        pipeline_model_parallel_size=parallelism.pp,
-        virtual_pipeline_model_parallel_size=parallelism.vpp,
-        context_parallel_size=parallelism.cp,
-        expert_model_parallel_size=parallelism.ep,
-        expert_tensor_parallel_size=parallelism.etp,
-        num_layers_in_first_pipeline_stage=parallelism.num_layers_in_first_pipeline_stage,
-        num_layers_in_last_pipeline_stage=parallelism.num_layers_in_last_pipeline_stage,
-        account_for_embedding_in_pipeline_split=parallelism.account_for_embedding_in_pipeline_split,
-        account_for_loss_in_pipeline_split=parallelism.account_for_loss_in_pipeline_split,
-        pipeline_model_parallel_layout=parallelism.pipeline_model_parallel_layout or None,
-        mtp_num_layers=model.mtp_num_layers,
-        bf16=training.precision == "bf16",
-        fp16=training.precision == "fp16",
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        deterministic_mode=training.deterministic,
-        transformer_impl=training.transformer_impl,
-        attention_backend=AttnBackend[training.attention_backend],
-        masked_softmax_fusion=training.masked_softmax_fusion,
-        bias_activation_fusion=_fuses_activation(model),
-        bias_dropout_fusion=True,
-        apply_rope_fusion=False,  # the fused kernel is Transformer Engine's
-        gradient_accumulation_fusion=False,  # the fused kernel is Apex's
-        persist_layer_norm=False,  # likewise
-        overlap_p2p_comm=parallelism.vpp is not None,  # as in Megatron-LM: overlapped when interleaved
-        batch_p2p_comm=parallelism.vpp is None,
-        deallocate_pipeline_outputs=True,
-        cross_entropy_loss_fusion=training.cross_entropy_loss_fusion,
-        **_moe(model.moe),
-        **_mla(model),
-        **_memory(recipe.memory),
-    )
+    _check_names(recipe)
+    config = _make(_transformer_class(recipe), transformer_settings(recipe), recipe)
     chunks = config.virtual_pipeline_model_parallel_size
-    if chunks != parallelism.vpp:  # of a layout, which Megatron takes the number from
+    if chunks != recipe.parallelism.vpp:  # of a layout, which Megatron takes the number from
         problem = f"is missing; the layout has {chunks} model chunks on each pipeline stage, write {chunks}"
         raise BadKey("parallelism.vpp", problem)
     return config
 
 
-def _moe(moe: Moe | None) -> dict[str, Any]:
-    if moe is None:
-        return {}
-    pattern = moe.moe_layer_freq
-    return {
-        "num_moe_experts": moe.num_moe_experts,
-        "moe_router_topk": moe.moe_router_topk,
-        "moe_ffn_hidden_size": moe.moe_ffn_hidden_size,
-        "moe_shared_expert_intermediate_size": moe.moe_shared_expert_intermediate_size,
-        "moe_layer_freq": pattern if isinstance(pattern, int) else list(pattern),
-        "moe_token_dispatcher_type": moe.moe_token_dispatcher_type,
-        "moe_grouped_gemm": moe.moe_grouped_gemm,
-        "moe_expert_capacity_factor": moe.moe_expert_capacity_factor,
-        "moe_pad_expert_input_to_capacity": moe.moe_pad_expert_input_to_capacity,
-        "moe_token_drop_policy": moe.moe_token_drop_policy,
-        "moe_router_load_balancing_type": moe.moe_router_load_balancing_type,
-        "moe_aux_loss_coeff": moe.moe_aux_loss_coeff,
-        "moe_z_loss_coeff": moe.moe_z_loss_coeff,
-        "moe_router_score_function": moe.moe_router_score_function,
-        "moe_router_pre_softmax": moe.moe_router_pre_softmax,
-        "moe_router_enable_expert_bias": moe.moe_router_enable_expert_bias,
-        "moe_router_dtype": moe.moe_router_dtype,
-        "moe_shared_expert_overlap": moe.moe_shared_expert_overlap,
-    }
-
-
-def _fuses_activation(model: Model) -> bool:
-    """Whether Megatron has the activation fused: GELU only with its bias, and in experts only SwiGLU without one."""
-    swiglu = model.activation == "swiglu"
-    return (swiglu or model.add_bias_linear) if model.moe is None else (swiglu and not model.add_bias_linear)
-
-
-def _mla(model: Model) -> dict[str, Any]:
-    mla = model.mla
-    if mla is None:
-        return {}
-    return {
-        "multi_latent_attention": True,
-        "rope_type": "rope",
-        "rotary_base": model.rotary_base,
-        "rotary_percent": model.rotary_percent,
-        "q_lora_rank": mla.q_lora_rank,
-        "kv_lora_rank": mla.kv_lora_rank,
-        "qk_head_dim": mla.qk_head_dim,
-        "qk_pos_emb_head_dim": mla.qk_pos_emb_head_dim,
-        "v_head_dim": mla.v_head_dim,
-    }
-
-
-def _memory(memory: Memory) -> dict[str, Any]:
-    modules = memory.recompute_modules
-    return {
-        "recompute_granularity": memory.recompute_granularity,
-        "recompute_modules": None if modules is None else list(modules),
-        "recompute_method": memory.recompute_method,
-        "recompute_num_layers": memory.recompute_num_layers,
-        "distribute_saved_activations": memory.distribute_saved_activations,
-        "cpu_offloading": memory.cpu_offloading,
-        "cpu_offloading_num_layers": memory.cpu_offloading_num_layers or 0,
-        "cpu_offloading_activations": memory.cpu_offloading_activations,
-        "cpu_offloading_weights": memory.cpu_offloading_weights,
-        "fine_grained_activation_offloading": bool(memory.offload_modules),
-        "offload_modules": list(memory.offload_modules),
-        "min_offloaded_tensor_size": memory.min_offloaded_tensor_size,
-    }
-
-
 def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
     """Gradient buffers and their reduction."""
-    parallelism = recipe.parallelism
-    return DistributedDataParallelConfig(
-        grad_reduce_in_fp32=recipe.training.main_grads == "fp32",
-        overlap_grad_reduce=parallelism.overlap_grad_reduce,
-        overlap_param_gather=parallelism.overlap_param_gather,
-        use_distributed_optimizer=parallelism.distributed_optimizer,
-    )
+    return _make(DistributedDataParallelConfig, ddp_settings(recipe), recipe)
 
 
 def optimizer_config(recipe: Recipe) -> OptimizerConfig:
     """The optimizer and its mixed-precision wrapper."""
-    optimizer, training, parallelism = recipe.optimizer, recipe.training, recipe.parallelism
-    return OptimizerConfig(
-        optimizer=optimizer.kind,
-        lr=optimizer.lr,
-        weight_decay=optimizer.weight_decay,
-        clip_grad=optimizer.clip_grad,
-        bf16=training.precision == "bf16",
-        fp16=training.precision == "fp16",
-        params_dtype=_DTYPES[training.precision],
-        use_distributed_optimizer=parallelism.distributed_optimizer,
-        overlap_param_gather=parallelism.overlap_param_gather,
-        optimizer_cpu_offload=recipe.memory.optimizer_cpu_offload,
-        optimizer_offload_fraction=recipe.memory.optimizer_offload_fraction,
-        overlap_cpu_optimizer_d2h_h2d=recipe.memory.overlap_cpu_optimizer_d2h_h2d,
-        use_torch_optimizer_for_cpu_offload=recipe.memory.optimizer_cpu_offload,
-        # Megatron-LM's training script asks for it with offload; it needs the distributed optimizer.
-        use_precision_aware_optimizer=recipe.memory.optimizer_cpu_offload and parallelism.distributed_optimizer,
-    )
+    return _make(OptimizerConfig, optimizer_settings(recipe), recipe)
+
+
+def _transformer_class(recipe: Recipe) -> Any:
+    return TransformerConfig if recipe.model.mla is None else MLATransformerConfig
+
+
+def _make(config: type[_Config], settings: Mapping[str, Any], recipe: Recipe) -> _Config:
+    """An object of the class with these settings, and those of `recipe.megatron` that it has."""
+    fields = _fields(config)
+    more = {name: value for name, value in added(recipe).items() if name in fields}
+    return config(**{name: _value(name, value, fields[name]) for name, value in {**settings, **more}.items()})
+
+
+def _fields(config: type) -> dict[str, str]:
+    """The class's settings, and the type of each in words."""
+    return {field.name: str(field.type) for field in dataclasses.fields(config) if field.init}
+
+
+def _value(name: str, value: Any, kind: str) -> Any:
+    """The value as Megatron takes it."""
+    if value is None:
+        return None
+    if "torch.dtype" in kind:
+        dtype = _DTYPES.get(value) if isinstance(value, str) else None
+        if dtype is None:
+            raise BadKey(f"megatron.{name}", f"{show(value)} is not one of {', '.join(_DTYPES)}")
+        return dtype
+    if name == "attention_backend":
+        return AttnBackend[value]
+    return _FUNCTIONS[value] if name == "activation_func" else value
+
+
+def known_settings(recipe: Recipe) -> dict[str, str]:
+    """The settings of the classes that the installed Megatron has for the recipe, and the type of each in words."""
+    classes = (_transformer_class(recipe), DistributedDataParallelConfig, OptimizerConfig)
+    return {name: kind for config in classes for name, kind in _fields(config).items()}
+
+
+def _check_names(recipe: Recipe) -> None:
+    """Raise `UserError` for a name in `recipe.megatron` that is no setting, or one whose value a recipe cannot hold."""
+    known = known_settings(recipe)
+    for name in recipe.megatron:
+        if name not in known:
+            if name in _fields(MLATransformerConfig):
+                raise BadKey(f"megatron.{name}", "needs a model with multi-latent attention (model.mla)")
+            near = difflib.get_close_matches(name, known, 3)
+            hint = f"; nearest: {', '.join(near)}" if near else ""
+            problem = f"no setting of TransformerConfig, DistributedDataParallelConfig or OptimizerConfig{hint}"
+            raise BadKey(f"megatron.{name}", f"{problem} (megatron-core {version('megatron-core')})")
+        if any(word in known[name] for word in ("Callable", "ContextManager", "RecipeConfig")):
+            raise BadKey(f"megatron.{name}", "takes an object of Python, which a recipe cannot hold")

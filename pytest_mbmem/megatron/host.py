@@ -174,7 +174,7 @@ def install() -> None:
     # Megatron's tracker warns when the CPU's generator moves while the GPU's is forked; here they are one.
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
     # Tensors of a shrunk recipe are all small; those that layer offload leaves where they are show nothing.
-    offload._FEWEST_ELEMENTS = 1
+    offload.FEWEST_ELEMENTS = 1
     dist.all_gather = _all_gather  # type: ignore[assignment]
     FlashAttention._attend = _attend  # type: ignore[method-assign]
 

@@ -6,12 +6,11 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.distributed.distributed_c10d import Store
 
 from ..recipe import Recipe
 from ..virtual_gpu.counters import driver_is_loaded
-from .solo import SEED, answer_gathered_objects, model_parallel
+from .solo import answer_gathered_objects, model_parallel
 
 
 def initialize(recipe: Recipe, rank: int, *, store: Store, timeout: float) -> None:
@@ -25,7 +24,6 @@ def initialize(recipe: Recipe, rank: int, *, store: Store, timeout: float) -> No
     limit = timedelta(seconds=timeout)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=recipe.world_size, timeout=limit)
     model_parallel(recipe)
-    model_parallel_cuda_manual_seed(SEED)
 
 
 def leave() -> None:

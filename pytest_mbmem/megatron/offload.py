@@ -76,7 +76,7 @@ def assumptions(recipe: Recipe, virtual: bool) -> tuple[str, ...]:
 
 # --- layers ----------------------------------------------------------------------------------------------------------
 
-_FEWEST_ELEMENTS = 256 * 1024
+FEWEST_ELEMENTS = 256 * 1024
 """Smaller tensors stay on the device (as in Transformer Engine 2.20)."""
 
 
@@ -117,7 +117,7 @@ class _Layer:
         base = tensor if tensor._base is None else tensor._base
         whole = not tensor.is_contiguous() or base.numel() == tensor.numel()
         moved = base if whole and base.dtype is tensor.dtype else tensor
-        stays = tensor.numel() < _FEWEST_ELEMENTS or isinstance(tensor, torch.nn.Parameter)
+        stays = tensor.numel() < FEWEST_ELEMENTS or isinstance(tensor, torch.nn.Parameter)
         if stays or not moved.is_cuda or not _is_dense(moved):
             return tensor
         index = next((i for i, known in enumerate(self.device) if _is_same(known, moved)), len(self.device))

@@ -50,6 +50,12 @@ def check(config: TransformerConfig) -> None:
             "memory.recompute_modules: 'mlp' is not possible with model.add_bias_linear true: the backward of the "
             "checkpoint, which also returns the bias, calls itself without end; set add_bias_linear to false"
         )
+    groups = config.recompute_granularity == "full" and config.recompute_method == "uniform"
+    if groups and config.recompute_num_layers < 1:  # it takes so many layers at a time until none is left
+        raise UserError(
+            f"memory.recompute_num_layers: {config.recompute_num_layers} with recompute_method 'uniform' never ends; "
+            "write 1 or more, the layers of a group"
+        )
 
 
 @contextmanager
@@ -72,3 +78,24 @@ def explained(config: TransformerConfig) -> Iterator[None]:
                     "this pipeline stage; with recompute_method 'uniform' this Megatron Core reads beyond the last one"
                 ) from None
         raise
+
+
+_DEEPEST = 50
+"""Backwards of checkpoints within each other, of which Megatron has a few. From 60 on torch starts threads for them."""
+
+
+def end_recursion() -> None:
+    """Have the backward of a checkpoint that calls itself without end (see `check`) raise `RecursionError`."""
+    original, depth = random.CheckpointFunction.backward, 0
+
+    def backward(*args: Any) -> Any:
+        nonlocal depth
+        depth += 1
+        try:
+            if depth > _DEEPEST:
+                raise RecursionError("maximum recursion depth exceeded: the backward of a checkpoint calls itself")
+            return original(*args)
+        finally:
+            depth -= 1
+
+    random.CheckpointFunction.backward = staticmethod(backward)

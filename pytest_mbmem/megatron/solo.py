@@ -51,11 +51,10 @@ def initialize(recipe: Recipe, rank: int) -> None:
     model_parallel(recipe)
     # Megatron collects this group from those of all ranks; with one optimizer instance it is the whole job.
     parallel_state._INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP = dist.group.WORLD
-    model_parallel_cuda_manual_seed(SEED)
 
 
 def model_parallel(recipe: Recipe) -> None:
-    """Megatron's own groups of the recipe, in an initialized job."""
+    """Megatron's own groups of the recipe and its random numbers, in an initialized job."""
     p = recipe.parallelism
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=p.tp,
@@ -66,3 +65,6 @@ def model_parallel(recipe: Recipe) -> None:
         expert_tensor_parallel_size=p.etp,
         create_gloo_process_groups=False,
     )
+    # as Megatron-LM's training script does
+    graphs = recipe.megatron.get("cuda_graph_impl", "none") != "none"
+    model_parallel_cuda_manual_seed(SEED, use_cudagraphable_rng=graphs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..compare import MODELLED, AllocatorFigures, Comparison, Costs, differences_lines, how, said
+from ..compare import MODELLED, AllocatorFigures, Comparison, Costs, differences_lines, how, said, said_of_all
 from ..measurement import Failure
 from ..savings import SavingJudgement, step_times
 from ..sweep import Row, Sweep
@@ -125,7 +125,7 @@ def sweep_notes(sweep: Sweep) -> Iterator[str]:
         yield f"{_UNBEATEN} no other row takes less memory, FLOPs, traffic or host memory without more of another"
     for row in (sweep.control, *sweep.rows):
         if row.measurement.failure is not None:
-            yield f"{row.name}: {how(row.measurement.failure)}: {said(row.measurement.failure)}"
+            yield f"{row.name}: {how(row.measurement.failure)}: {said_of_all(row.measurement.failure)}"
         elif row.comparison is not None and row.comparison.has_figures:
             yield from (f"{row.name}: {hint}" for hint in row.comparison.hints())
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pytest_mbmem.measure.adapters import adapter_notes, regather_failure
+from pytest_mbmem.measure.adapters import adapter_notes, not_regathered
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.measurement import Adapter, Measurement, RankMeasurement
 from pytest_mbmem.recipe import Lora, Recipe
@@ -31,33 +31,25 @@ def measure(launcher: Launcher, recipe: Recipe, **changes: Any) -> Measurement:
 
 def test_one_adapter_of_one_rank_in_effect_is_enough() -> None:
     in_effect, not_in_effect = Adapter("linear_qkv", 2, True, True), Adapter("linear_proj", 2, True, False, ROW)
-    assert regather_failure([rank(0, not_in_effect), rank(1, in_effect, not_in_effect)]) is None
+    assert not not_regathered([rank(0, not_in_effect), rank(1, in_effect, not_in_effect)])
 
 
 def test_without_a_request_nothing_fails() -> None:
-    assert regather_failure([rank(0, Adapter("linear_qkv", 2, False, False))]) is None
-    assert regather_failure([rank(0)]) is None
+    assert not not_regathered([rank(0, Adapter("linear_qkv", 2, False, False))])
+    assert not not_regathered([rank(0)])
 
 
 def test_a_request_without_any_effect_fails_with_every_target_and_reason() -> None:
     off = "sequence parallelism is off"
     found = (Adapter("linear_qkv", 2, True, False, off), Adapter("linear_proj", 2, True, False, ROW))
-    failure = regather_failure([rank(3, *found, Adapter("linear_fc1", 2, True, False, off)), rank(4, *found)])
-    assert failure is not None
-    assert (failure.kind, failure.rank) == ("no effect", 3)
-    setting = "lora.sequence_parallel_input_regather: it has no effect"
-    assert failure.message == f"{setting}; linear_qkv, linear_fc1: {off}; linear_proj: {ROW}"
+    ranks = [rank(3, *found, Adapter("linear_fc1", 2, True, False, off)), rank(4, *found)]
+    assert not_regathered(ranks) == f"linear_qkv, linear_fc1: {off}; linear_proj: {ROW}"
 
 
 def test_what_only_some_ranks_lack_is_no_reason() -> None:
     proj = Adapter("linear_proj", 2, True, False, ROW)
-    failure = regather_failure(
-        [rank(0, missing("linear_qkv"), missing("linear_proj")), rank(1, missing("linear_qkv"), proj)]
-    )
-    assert failure is not None
-    assert failure.message.endswith(
-        f"it has no effect; linear_qkv: no module named linear_qkv on this rank; linear_proj: {ROW}"
-    )
+    ranks = [rank(0, missing("linear_qkv"), missing("linear_proj")), rank(1, missing("linear_qkv"), proj)]
+    assert not_regathered(ranks) == f"linear_qkv: no module named linear_qkv on this rank; linear_proj: {ROW}"
 
 
 def test_notes_say_what_is_in_effect_and_what_is_not() -> None:
@@ -65,15 +57,15 @@ def test_notes_say_what_is_in_effect_and_what_is_not() -> None:
     shared, qkv = Adapter("linear_fc1", 2, True, True), Adapter("linear_qkv", 2, True, True)
     notes = adapter_notes([rank(0, qkv, expert, shared), rank(1, qkv, expert, shared)])
     assert notes == (
-        "LoRA input re-gather is in effect: linear_qkv, linear_fc1",
-        "LoRA input re-gather has no effect (expert adapter): linear_fc1",
+        "LoRA input re-gather of linear_qkv, linear_fc1: in effect",
+        "LoRA input re-gather of linear_fc1: requested, not effective: expert adapter",
     )
 
 
 def test_a_target_without_a_module_is_noted_even_without_a_request() -> None:
     absent = Adapter("linear_qkv", 0, False, False, "no module named linear_qkv on this rank")
     notes = adapter_notes([rank(0, absent, Adapter("linear_proj", 2, False, False))])
-    assert notes == ("LoRA trains nothing for its target linear_qkv: no module named linear_qkv on this rank",)
+    assert notes == ("LoRA target linear_qkv: requested, not effective: no module named linear_qkv on this rank",)
 
 
 def test_a_measurement_tells_requested_from_effective(launcher: Launcher, small_recipe: Recipe) -> None:
@@ -86,7 +78,7 @@ def test_a_measurement_tells_requested_from_effective(launcher: Launcher, small_
             Adapter("linear_fc1", 1, True, True),
             Adapter("linear_fc2", 1, True, False, ROW),
         )
-    assert measurement.notes[0] == "LoRA input re-gather is in effect: linear_qkv, linear_fc1"
+    assert measurement.notes[0] == "LoRA input re-gather of linear_qkv, linear_fc1: in effect"
     assert Measurement.from_json(json.loads(json.dumps(measurement.to_json()))) == measurement
 
 
@@ -112,7 +104,8 @@ def test_a_measurement_fails_where_re_gather_has_no_effect(
     measurement = measure(launcher, small_recipe, **changes)
     assert measurement.failure is not None
     assert measurement.failure.kind == "no effect"
-    assert f"it has no effect; {reason}" in measurement.failure.message
+    setting = "lora.sequence_parallel_input_regather: requested, not effective: "
+    assert f"{setting}{reason}" in measurement.failure.message
     assert f"linear_proj, linear_fc2: {ROW}" in measurement.failure.message
     assert measurement.ranks  # what was measured is kept
 

@@ -268,6 +268,12 @@ def test_without_a_twin_there_is_a_note(
     assert (measurement.failure, measurement.twin) == (None, None)
     assert "no virtual twin: no C compiler" in measurement.notes
     assert [rank.model_flops for rank in measurement.ranks] == [None]
+    idle = small_recipe.but(recompute_granularity="selective", recompute_modules=("moe",))
+    failure = gpus().measure(idle).failure  # what the built model alone tells
+    assert failure is not None
+    verdict = "memory.recompute_modules 'moe': requested, not effective: no experts in the 2 layers (rank 0)"
+    assert (failure.kind, failure.message) == ("no effect", verdict)
+    assert gpus().measure(idle, check_effects=False).failure is None
 
 
 def test_what_has_no_effect_on_the_twin_has_none(gpus: Make, small_recipe: Recipe) -> None:

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from pytest_mbmem import incompatibilities
+from pytest_mbmem.errors import IncompatibleSettings
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.measurement import Measurement
+from pytest_mbmem.megatron_settings import settings
 from pytest_mbmem.recipe import Model, Recipe, Training
 
 MIB = 2**20
@@ -108,32 +111,41 @@ def test_interleaved_chunks_are_recomputed_too(launcher: Launcher) -> None:
         assert after.peak() < before.peak()
 
 
-@pytest.mark.parametrize(("changes", "layers"), [({}, 4), ({"pp": 2}, 2)])
+@pytest.mark.parametrize("changes", [{}, {"pp": 2}])
 def test_groups_that_do_not_divide_the_layers_are_refused_or_the_last_one_is_smaller(
-    changes: dict[str, Any], layers: int, launcher: Launcher
+    changes: dict[str, Any], launcher: Launcher
 ) -> None:
     """Megatron Core 0.16 reads beyond the last layer; later versions cut the last group, and keep as many inputs."""
-    measurement = launcher.measure(RECIPE.but(**changes, **full("uniform", 3)))
+    recipe = RECIPE.but(**changes, **full("uniform", 3))
+    if broken := incompatibilities.broken(settings(recipe)):
+        assert [entry.id for entry in broken] == ["recompute-uniform-not-dividing"]
+    else:
+        assert launcher.measure(recipe).peak() < measure(launcher, **changes).peak()
+
+
+def test_groups_that_do_not_divide_a_stage_of_a_layout_are_refused_by_the_stage(launcher: Launcher) -> None:
+    """How many layers a stage of a layout has is Megatron's to say, so the model's own process refuses them."""
+    split = {"pp": 2, "pipeline_model_parallel_layout": "Ettt|tL"}
+    measurement = launcher.measure(RECIPE.but(**split, **full("uniform", 2)), ranks=[0])
     if measurement.failure is None:
-        assert measurement.peak() < measure(launcher, **changes).peak()
+        assert measurement.peak() < launcher.measure(RECIPE.but(**split), ranks=[0]).peak()
         return
-    message = f"memory.recompute_num_layers: 3 does not divide the {layers} layers of a model chunk"
+    message = "memory.recompute_num_layers: 2 does not divide the 3 layers of a model chunk"
     assert (measurement.failure.kind, measurement.failure.message[: len(message)]) == ("refused", message)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "constraint"),
     [
-        (
-            {**SELECTIVE, "recompute_modules": ("mlp",), "add_bias_linear": True},
-            "memory.recompute_modules: 'mlp' is not possible with model.add_bias_linear true",
-        ),
-        ({**SELECTIVE, "recompute_modules": ("moe_act",)}, "Megatron Core refuses it: moe_act in recompute_modules"),
-        ({**SELECTIVE, "recompute_modules": ("mla_up_proj",)}, "Megatron Core refuses it: mla_up_proj in recompute_"),
-        ({**SELECTIVE, "recompute_modules": ("nonsense",)}, "Megatron Core refuses it: Invalid choices for recompute_"),
+        ({"recompute_modules": ("mlp",), "add_bias_linear": True}, "recompute-mlp-with-bias"),
+        ({"recompute_modules": ("moe_act",)}, "recompute-moe-act-without-grouped-gemm"),
+        ({"recompute_modules": ("mla_up_proj",)}, "recompute-mla-up-proj-without-mla"),
+        ({"recompute_modules": ("nonsense",)}, "recompute-label-unknown"),
     ],
 )
-def test_what_cannot_run_is_refused_with_the_reason(changes: dict[str, Any], message: str, launcher: Launcher) -> None:
-    failure = launcher.measure(RECIPE.but(**changes)).failure
-    assert failure is not None
-    assert (failure.kind, failure.message[: len(message)]) == ("refused", message)
+def test_what_cannot_run_is_refused_before_it_does(
+    changes: dict[str, Any], constraint: str, launcher: Launcher
+) -> None:
+    with pytest.raises(IncompatibleSettings) as error:
+        launcher.measure(RECIPE.but(**SELECTIVE, **changes))
+    assert error.value.ids == (constraint,)

@@ -1,0 +1,72 @@
+"""Settings that exclude each other, as Megatron Core and its documents have them: refused before anything runs.
+
+The constraints are data (catalog.yaml). Imports neither torch nor Megatron.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import IncompatibleSettings
+from .catalog import PACKAGES, Catalog, Entry, Outcome
+
+if TYPE_CHECKING:
+    from ..recipe import Recipe
+
+__all__ = ["Catalog", "Entry", "Outcome", "broken", "catalog", "check", "installed"]
+
+
+@functools.cache
+def catalog() -> Catalog:
+    """The constraints that this package knows."""
+    return Catalog()
+
+
+@functools.cache
+def _installed() -> Mapping[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def installed() -> dict[str, str]:
+    """Versions of the packages that constraints depend on; those that are not installed are left out."""
+    return dict(_installed())
+
+
+def broken(
+    settings: Mapping[str, Any], versions: Mapping[str, str] | None = None, *, built: bool = False
+) -> list[Entry]:
+    """The constraints that settings break, by Megatron's own names (see `megatron_settings.settings`).
+
+    Args:
+        settings: name -> value; what is left out has Megatron's default.
+        versions: of the packages. None: the installed ones.
+        built: those that only the built model can tell of (settings without effect) instead of those that are refused.
+    """
+    versions = installed() if versions is None else versions
+    judged = "built" if built else "before"
+    return [e for e in catalog().values() if e.judged == judged and e.breaks(settings, versions)]
+
+
+def check(recipe: Recipe, source: str = "", versions: Mapping[str, str] | None = None) -> None:
+    """Raise `IncompatibleSettings`, which names every constraint that the recipe breaks and the way out of each.
+
+    `source` is what messages call the recipe ("": its own `origin`); `versions` as in `broken`.
+    """
+    from ..megatron_settings import settings
+    from .explain import refusal_text
+
+    versions = installed() if versions is None else versions
+    found = settings(recipe)
+    entries = broken(found, versions)
+    if entries:
+        text = refusal_text(recipe, source, found, entries, versions)
+        raise IncompatibleSettings(text, tuple(entry.id for entry in entries))

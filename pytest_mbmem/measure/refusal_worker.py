@@ -1,0 +1,120 @@
+"""What Megatron Core itself says to settings, with this package's own checks set aside. Runs in a worker.
+
+An answer is {"raised": {"type", "message", "at", "where"} or None, "own": why this package could not ask, or ""}: `at`
+is how far Megatron got (configuration, model, capture, run), `where` the module and line that raised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+from ..errors import Refused, UserError
+from ..megatron import configs, offload, recompute
+from ..megatron.model import live_model
+from ..recipe import Recipe
+from ..virtual_gpu.counters import driver_is_loaded
+
+_CLASSES: Mapping[str, Any] = {
+    made.__name__: made
+    for made in (
+        TransformerConfig,
+        MLATransformerConfig,
+        ModelParallelConfig,
+        DistributedDataParallelConfig,
+        OptimizerConfig,
+    )
+}
+
+_CAPTURE = ("megatron.core.transformer.cuda_graphs", "megatron.core.full_cuda_graph", "torch.cuda.graphs")
+"""Modules that capture CUDA graphs."""
+
+
+def construct(config: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Make one of Megatron's configuration classes; a text "torch.bfloat16" is a dtype."""
+    return _Progress().answer(lambda: _CLASSES[config](**{name: _value(value) for name, value in arguments.items()}))
+
+
+def construct_all(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The answers to several: the arguments of `construct` each."""
+    return [construct(**example) for example in examples]
+
+
+def configure(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Make the configurations of a recipe. Needs no GPU."""
+    set_checks_aside()
+    return _Progress().answer(lambda: _configure(Recipe.from_dict(recipe, "recipe")))
+
+
+def attempt(recipe: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Make the recipe's configurations, build its rank `rank` and train the recipe's steps."""
+    set_checks_aside()
+    torch.set_num_threads(1)
+    progress = _Progress()
+
+    def run() -> None:
+        parsed = Recipe.from_dict(recipe, "recipe")
+        _configure(parsed)
+        progress.at = "model"
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        model = live_model(parsed, rank, virtual=driver_is_loaded())
+        progress.at = "run"
+        for _ in range(parsed.training.steps):
+            model.step()
+
+    return progress.answer(run)
+
+
+def set_checks_aside() -> None:
+    """From now on, have Megatron answer in this process where this package refuses before it could."""
+    for module, name in ((offload, "check"), (recompute, "check"), (recompute, "explained")):
+        setattr(module, name, lambda _: contextlib.nullcontext())
+    recompute.end_recursion()
+
+
+def message_of(error: BaseException) -> str:
+    """The text of an exception; none if it holds tensors, whose values a virtual GPU does not have to be printed."""
+    return "" if any(isinstance(argument, torch.Tensor) for argument in error.args) else str(error)
+
+
+def _configure(recipe: Recipe) -> None:
+    for make in (configs.transformer_config, configs.ddp_config, configs.optimizer_config):
+        make(recipe)
+
+
+def _value(value: Any) -> Any:
+    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
+    return dtype if isinstance(dtype, torch.dtype) and value.startswith("torch.") else value
+
+
+class _Progress:
+    """How far Megatron got."""
+
+    def __init__(self) -> None:
+        self.at = "configuration"
+
+    def answer(self, function: Callable[[], object]) -> dict[str, Any]:
+        """What the function raised."""
+        try:
+            function()
+        except (UserError, Refused) as error:
+            return {"raised": None, "own": str(error)}
+        except Exception as error:
+            frames = [(frame.f_globals["__name__"], line) for frame, line in traceback.walk_tb(error.__traceback__)]
+            captures = any(module.startswith(_CAPTURE) for module, _ in frames)
+            raised = {
+                "type": type(error).__name__,
+                "message": message_of(error),
+                "at": "capture" if captures else self.at,
+                "where": "{}, line {}".format(*frames[-1]),
+            }
+            return {"raised": raised, "own": ""}
+        return {"raised": None, "own": ""}
