@@ -169,32 +169,40 @@ def _launcher(arguments: argparse.Namespace, timeout: float) -> Launcher:
 
 def _check(arguments: argparse.Namespace) -> int:
     from .incompatibilities import check, installed
-    from .incompatibilities.explain import accepted_text
+    from .incompatibilities.explain import accepted_text, notes_text
     from .recipe import Recipe
 
     versions = installed()
     if arguments.megatron_core is not None:
-        versions["megatron-core"] = _version(arguments.megatron_core, "--megatron-core")
-    recipes = [Recipe.from_yaml(path) for path in arguments.recipes]
-    refused = 0
-    for recipe in recipes:
+        versions["megatron-core"] = _megatron_version(arguments.megatron_core)
+    status = 0
+    for path in arguments.recipes:
+        try:
+            recipe = Recipe.from_yaml(path)
+        except UserError as error:  # the others are judged all the same
+            print(f"mbmem: error: {error}", file=sys.stderr)
+            status = 2
+            continue
         try:
             check(recipe, versions=versions)
+            said = accepted_text(recipe, versions)
         except IncompatibleSettings as error:
-            refused += 1
-            print(f"{error}\n")
-        else:
-            print(f"{accepted_text(recipe, versions)}\n")
-    return 1 if refused else 0
+            said = f"{error}\n"
+            status = max(status, 1)
+        print("\n".join(filter(None, (said, notes_text(recipe, versions)))), end="\n\n")
+    return status
 
 
-def _version(text: str, option: str) -> str:
+def _megatron_version(text: str) -> str:
     from packaging.version import InvalidVersion, Version
 
     try:
-        return str(Version(text))
+        version = Version(text)
     except InvalidVersion:
-        raise UserError(f"{option}: {text!r} is not a version, as in 0.16.1") from None
+        raise UserError(f"--megatron-core: {text!r} is not a version, as in 0.16.1") from None
+    if version < Version("0.16.0.dev0"):
+        raise UserError(f"--megatron-core: {text}: constraints are documented from 0.16 on")
+    return str(version)
 
 
 def _explain(arguments: argparse.Namespace) -> int:

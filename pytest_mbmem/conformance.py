@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from . import incompatibilities
-from .errors import UserError
+from .errors import MeasurementFailed, UserError
 from .incompatibilities import installed
+from .incompatibilities.catalog import Construction
 from .refusals import Verdict, make_all, prove, versions_text
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Conformance:
         def make() -> Mapping[str, CallResult]:
             if not self._made:  # all at once, which takes a fraction of the time
                 entries = [other.entry for other in item.session.items if isinstance(other, Constraint)]
-                examples = {entry.id: entry.example for entry in entries if entry.example.recipe is None}
+                examples = {e.id: e.example for e in entries if isinstance(e.example, Construction)}
                 self._made = make_all(self.run.tried_on, examples)
             return self._made
 
@@ -152,6 +153,8 @@ class Constraint(pytest.Item):
             proof = self._conformance.prove(self)
         except UserError as error:  # nothing can be tried on this machine
             self.session.shouldfail = f"{self.name}: {error}"
+            pytest.fail(str(error), pytrace=False)
+        except MeasurementFailed as error:  # the trial itself broke
             pytest.fail(str(error), pytrace=False)
         note = proof.note and f"note: {self.name}: {proof.note}"
         self.user_properties += [(_VERDICT, proof.verdict), (_HEADLINE, proof.headline), (_NOTE, note)]

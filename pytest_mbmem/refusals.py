@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from . import incompatibilities
-from .errors import UserError
-from .incompatibilities import broken, installed
-from .incompatibilities.catalog import PACKAGES, Entry, Example, Names, Outcome
+from .errors import MeasurementFailed, UserError
+from .incompatibilities import installed
+from .incompatibilities.catalog import PACKAGES, Construction, Entry, Names, Outcome, Stage
 from .incompatibilities.explain import plain, recipe_key, recipe_value
 from .measure import launch
 from .measure import ranks as rank_choice
@@ -46,7 +46,7 @@ class Raised:
 
     type: str
     message: str
-    at: str  # configuration, model, capture or run
+    at: Stage | Literal[""]  # empty: not known
     where: str = ""  # module and line
 
     def is_documented_by(self, outcome: Outcome | None) -> bool:
@@ -146,7 +146,7 @@ def _one_line(text: str) -> str:
 
 def prove(
     launcher: Workers,
-    subject: Recipe | Example,
+    subject: Recipe | Construction,
     entry: Entry,
     *,
     ranks: Ranks | None = None,
@@ -162,12 +162,9 @@ def prove(
 
     Raises `UserError` for settings that do not break the entry.
     """
-    is_example = isinstance(subject, Example)
-    if isinstance(subject, Example) and subject.recipe is not None:
-        subject = Recipe.from_dict(subject.recipe, f"{entry.catalog.path}: {entry.id}: example")
-    case = _Case.of(entry, _settings(subject), subject if isinstance(subject, Recipe) else None)
+    case = _Case.of(entry, subject)
     reason = case.undecided()
-    if reason is None and is_example and not entry.breaks(case.settings, case.versions):
+    if reason is None and subject is entry.example and not entry.breaks(case.settings, case.versions):
         reason = f"does not hold for {versions_text(case.versions)}"  # by what `forbids` itself asks of versions
     if reason is None:
         case.check()
@@ -177,9 +174,9 @@ def prove(
     if reason is not None:
         return case.proof("cannot be decided", reason=reason)
     try:
-        if isinstance(subject, Example):
+        if isinstance(subject, Construction):
             made = make_all(launcher, {entry.id: subject}) if make is None else make()
-            tried, raised = f"a {subject.config} was made", _raised(made[entry.id])
+            tried, raised = f"a {subject.config} was made, and nothing was done with it", _raised(made[entry.id])
         else:
             tried, raised = _tried(launcher, subject, case, ranks)
     except _NotAsked as error:
@@ -193,7 +190,7 @@ def judge_body(entry: Entry, raised: Raised | None, recipe: Recipe | None, *, re
     `recipe` is the one that the body had built, which tells what is documented for it; without it, any of the entry's
     errors for the installed versions will do. Raises `UserError` for a recipe that does not break the entry.
     """
-    case = _Case.of(entry, settings_of(recipe) if recipe is not None else {}, recipe)
+    case = _Case.of(entry, recipe)
     if recipe is not None and case.undecided() is None:
         case.check()
     elif recipe is None:
@@ -232,13 +229,14 @@ class _Case:
     shown: Mapping[str, Any]
 
     @classmethod
-    def of(cls, entry: Entry, settings: Mapping[str, Any], recipe: Recipe | None) -> _Case:
-        """For the installed versions. `recipe`: which has these settings, by keys of its own."""
+    def of(cls, entry: Entry, subject: Recipe | Construction | None) -> _Case:
+        """Of the subject's settings (None: none), for the installed versions."""
         versions = installed()
+        settings = settings_of(subject) if isinstance(subject, Recipe) else subject.settings if subject else {}
         names = Names(entry.catalog, settings, versions)
         shown = {name: names[name] for name in entry.reads}
-        if recipe is not None:
-            shown = {recipe_key(name): recipe_value(recipe, name, value) for name, value in shown.items()}
+        if isinstance(subject, Recipe):
+            shown = {recipe_key(name): recipe_value(subject, name, value) for name, value in shown.items()}
         return cls(entry, settings, versions, entry.outcome(settings, versions), shown)
 
     def undecided(self) -> str | None:
@@ -267,22 +265,14 @@ class _Case:
             return self.proof("documentation and code disagree", tried=tried)
         if raised.is_documented_by(self.outcome):
             return self.proof("refused as documented", tried=tried, raised=raised)
-        every = [e for built in (False, True) for e in broken(self.settings, self.versions, built=built)]
+        every = [e for e in self.entry.catalog.values() if e.breaks(self.settings, self.versions)]
         others = [e.id for e in every if raised.is_documented_by(e.outcome(self.settings, self.versions))]
         return self.proof("documentation and code disagree", tried=tried, raised=raised, others=tuple(others))
 
 
-def _settings(subject: Recipe | Example) -> dict[str, Any]:
-    if isinstance(subject, Recipe):
-        return settings_of(subject)
-    environment = dict(subject.environment or {})
-    alloc_conf = environment.get("PYTORCH_ALLOC_CONF", environment.get("PYTORCH_CUDA_ALLOC_CONF", ""))
-    return {**_arguments(subject), **environment, "alloc_conf": alloc_conf}
-
-
-def _arguments(example: Example) -> dict[str, Any]:
+def _arguments(example: Construction) -> dict[str, Any]:
     base = _BASE if example.config.endswith("TransformerConfig") else {}
-    return {**base, **(example.arguments or {})}
+    return {**base, **example.arguments}
 
 
 def _does_not_hold(entry: Entry, versions: Mapping[str, str]) -> str:
@@ -305,10 +295,10 @@ def _lacking(case: _Case, *, real_gpu: bool) -> str | None:
     return None
 
 
-def _lacking_on_host(case: _Case, subject: Recipe | Example) -> str | None:
+def _lacking_on_host(case: _Case, subject: Recipe | Construction) -> str | None:
     """What is missing where only configurations can be made."""
     assert case.outcome is not None
-    if isinstance(subject, Example) or (case.outcome.raises and case.outcome.at == "configuration"):
+    if isinstance(subject, Construction) or (case.outcome.raises and case.outcome.at == "configuration"):
         return None
     return "--mbmem-host has no GPU to build the model on" if has_cuda_build() else "torch is a CPU build"
 
@@ -329,11 +319,11 @@ class _NotAsked(Exception):
     """Megatron Core could not be asked."""
 
 
-def make_all(launcher: Workers, examples: Mapping[str, Example]) -> dict[str, CallResult]:
+def make_all(launcher: Workers, examples: Mapping[str, Construction]) -> dict[str, CallResult]:
     """What `construct` says to examples of configuration classes, by id, in a call for each of their environments."""
     alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for id, example in examples.items():
-        alike.setdefault(tuple(sorted((example.environment or {}).items())), []).append(id)
+        alike.setdefault(tuple(sorted(example.environment.items())), []).append(id)
     found: dict[str, CallResult] = {}
     for environment, ids in alike.items():
         calls = [{"config": examples[id].config, "arguments": _arguments(examples[id])} for id in ids]
@@ -361,8 +351,9 @@ def _tried(launcher: Workers, subject: Recipe, case: _Case, ranks: Ranks | None)
         ended = [raised for raised in map(_raised, results) if raised is not None]
         if ended:
             break
-    steps = subject.training.steps
-    tried = f"rank {', '.join(map(str, (first, *others)))} trained {steps} step{'s' if steps > 1 else ''}"
+    count = subject.training.steps
+    steps = f"{count} step{'s' if count > 1 else ''}"
+    tried = f"rank{'s' if others else ''} {', '.join(map(str, (first, *others)))} trained {steps}"
     documented = [raised for raised in ended if raised.is_documented_by(case.outcome)]
     if not documented and (reasons := subject.not_yet()):  # what else it did says nothing
         raise _NotAsked(f"this package cannot run it yet: {'; '.join(reasons)}")
@@ -386,9 +377,9 @@ def _ranks(recipe: Recipe, ranks: Ranks | None) -> list[int]:
 
 
 def _raised(result: CallResult) -> Raised | None:
-    """What ended a trial. Raises `_NotAsked`."""
-    if result.failure == "error":
-        raise _NotAsked(result.message)
+    """What ended a trial. Raises `_NotAsked` for what this package says, `MeasurementFailed` for a trial that broke."""
+    if result.failure == "error":  # of the trial itself, as where Megatron has moved what it imports
+        raise MeasurementFailed(f"Megatron Core could not be asked:\n{result.message}")
     if result.failure is not None:
         return Raised(result.failure, result.message, "run")
     if result.value["own"]:

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from pytest_mbmem import incompatibilities, refusals
-from pytest_mbmem.errors import UserError
+from pytest_mbmem.errors import MeasurementFailed, UserError
 from pytest_mbmem.incompatibilities import Catalog
+from pytest_mbmem.incompatibilities.catalog import Construction
 from pytest_mbmem.measure.host import HostLauncher
 from pytest_mbmem.measure.workers import CallResult, Workers
 from pytest_mbmem.recipe import Model, Parallelism, Recipe, Training
@@ -128,7 +129,6 @@ RECIPE = Recipe(
             CallResult(failure="died", message="the worker was killed by SIGSEGV"),
             "documentation and code disagree: died instead of ValueError",
         ),
-        ("pp-odd", CallResult(failure="error", message="Traceback"), "cannot be decided: Traceback"),
         ("pp-odd", {"raised": None, "own": "it cannot"}, "cannot be decided: it cannot"),
         ("newer", None, "cannot be decided: does not hold for megatron-core 0.16.1 (>=99)"),
         ("of-te", None, "cannot be decided: Transformer Engine is not installed"),
@@ -174,7 +174,7 @@ def test_a_recipe_is_tried_up_to_the_rank_that_raises() -> None:
 
 def test_a_recipe_that_is_accepted_names_the_ranks_that_trained() -> None:
     proof = prove(workers(ACCEPTED, ACCEPTED, ACCEPTED), RECIPE, incompatibilities.catalog()["dropout"])
-    assert "accepted: rank 0, 1 trained 2 steps" in proof.explain()
+    assert "accepted: ranks 0, 1 trained 2 steps" in proof.explain()
 
 
 def test_on_the_host_only_configurations_are_tried() -> None:
@@ -209,9 +209,22 @@ def test_an_example_that_ends_its_worker_does_not_answer_for_others() -> None:
     assert found["pp-odd"] == died
 
 
-def test_the_allocators_settings_are_those_of_either_variable(catalog: Catalog) -> None:
-    example = refusals.Example("TransformerConfig", {}, {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})
-    assert refusals._settings(example)["alloc_conf"] == "expandable_segments:True"
+def test_a_trial_that_breaks_decides_nothing() -> None:
+    with pytest.raises(MeasurementFailed, match="could not be asked:\nImportError"):
+        proof_of("pp-odd", CallResult(failure="error", message="ImportError"))
+
+
+@pytest.mark.parametrize(
+    ("environment", "alloc_conf"),
+    [
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, "a:1"),
+        ({"PYTORCH_ALLOC_CONF": "b:1"}, "b:1"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1", "PYTORCH_ALLOC_CONF": "b:1"}, "b:1"),
+        ({}, ""),
+    ],
+)
+def test_the_allocators_settings_are_those_of_either_variable(environment: dict[str, str], alloc_conf: str) -> None:
+    assert Construction("TransformerConfig", {}, environment).settings["alloc_conf"] == alloc_conf
 
 
 def test_a_body_without_a_recipe_is_judged_by_its_error_alone() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import IncompatibleSettings
-from .catalog import PACKAGES, Catalog, Entry, Outcome
+from .catalog import PACKAGES, Catalog, Entry, Judged, Outcome
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -42,17 +42,17 @@ def installed() -> dict[str, str]:
 
 
 def broken(
-    settings: Mapping[str, Any], versions: Mapping[str, str] | None = None, *, built: bool = False
+    settings: Mapping[str, Any], versions: Mapping[str, str] | None = None, *, judged: Judged = "before"
 ) -> list[Entry]:
     """The constraints that settings break, by Megatron's own names (see `megatron_settings.settings`).
 
     Args:
         settings: name -> value; what is left out has Megatron's default.
         versions: of the packages. None: the installed ones.
-        built: those that only the built model can tell of (settings without effect) instead of those that are refused.
+        judged: "before", those that are refused; "built", those that only the built model can tell of (settings without
+            effect); or "advice", what is good to know.
     """
     versions = installed() if versions is None else versions
-    judged = "built" if built else "before"
     return [e for e in catalog().values() if e.judged == judged and e.breaks(settings, versions)]
 
 

@@ -6,18 +6,24 @@ import difflib
 import re
 import typing
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from ..alloc_conf import has_expandable_segments
 from ..errors import UserError
+from ..recipe import Recipe
 from ..strict_yaml import read_yaml
 from ..validation import did_you_mean, show
 from .expression import FUNCTIONS, Expression
+
+T = TypeVar("T")
+
+Where: TypeAlias = Callable[[str], str]
+"""From a key within something to where it stands, for messages."""
 
 BUILT_IN = Path(__file__).with_name("catalog.yaml")
 
@@ -25,7 +31,8 @@ PACKAGES = ("megatron-core", "torch", "transformer-engine")
 """Whose versions a constraint may depend on; an expression reads them with _ for - (empty text: not installed)."""
 
 Stage = Literal["configuration", "model", "capture", "run"]
-Judged = Literal["before", "built"]
+Judged = Literal["before", "built", "advice"]
+"""Refused before anything runs; told by the built model, as a verdict of a measurement; or nothing but good to know."""
 Need = Literal["transformer-engine", "cuda-build", "gpu"]
 
 _COMPUTED = ("expandable_segments", *(package.replace("-", "_") for package in PACKAGES))
@@ -38,7 +45,6 @@ _CONFIGS = (
 )
 _ENTRY_KEYS = ("id", "forbids", "versions", "megatron", "judged", "needs", "why", "instead", "source", "example")
 _OPTIONAL = ("versions", "judged", "needs")
-_OUTCOME_KEYS = ("raises", "message", "at", "accepts", "versions", "if")
 
 
 @dataclass(frozen=True)
@@ -72,13 +78,19 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Example:
-    """Settings that break a constraint: arguments of one of Megatron's classes, or a recipe."""
+class Construction:
+    """Settings as arguments of one of Megatron's configuration classes, in an environment."""
 
-    config: str = ""
-    arguments: Mapping[str, Any] | None = None
-    environment: Mapping[str, str] | None = None
-    recipe: Mapping[str, Any] | None = None
+    config: str  # name of the class
+    arguments: Mapping[str, Any]
+    environment: Mapping[str, str]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """As a constraint reads them."""
+        old = self.environment.get("PYTORCH_CUDA_ALLOC_CONF", "")
+        alloc_conf = self.environment.get("PYTORCH_ALLOC_CONF", old)
+        return {**self.arguments, **self.environment, "alloc_conf": alloc_conf}
 
 
 @dataclass(frozen=True)
@@ -94,7 +106,7 @@ class Entry:
     why: str
     instead: str
     source: str
-    example: Example
+    example: Construction | Recipe  # settings that break it
     reads: tuple[str, ...]  # the settings that `forbids` depends on, through terms too
     line: int
     catalog: Catalog
@@ -123,12 +135,11 @@ class Catalog(Mapping[str, Entry]):
         data, self._lines = read_yaml(path)
         if not isinstance(data, Mapping) or set(data) != {"defaults", "terms", "constraints"}:
             raise UserError(f"{path}: must hold the keys defaults, terms and constraints")
-        kinds = {"defaults": Mapping, "terms": Mapping, "constraints": list}
-        if not all(isinstance(data[key], kind) for key, kind in kinds.items()):
-            raise UserError(f"{path}: defaults and terms must be mappings, constraints a list")
-        self.defaults: Mapping[str, Any] = data["defaults"]
+        if not isinstance(data["constraints"], list):
+            raise UserError(f"{path}: constraints: {show(data['constraints'])} is not a list")
+        self.defaults: Mapping[str, Any] = _mapping(data["defaults"], f"{path}: defaults")
         self.terms: dict[str, Expression] = {}
-        for name, text in data["terms"].items():
+        for name, text in _mapping(data["terms"], f"{path}: terms").items():
             where = f"{path}:{self._lines[f'terms.{name}']}: terms.{name}"
             if name in self.known or name in FUNCTIONS:
                 raise UserError(f"{where}: is the name of a setting or function already")
@@ -184,10 +195,7 @@ class Catalog(Mapping[str, Entry]):
             return f"{self.path}:{first_line(f'{key}.', line)}: {id}: {key}"
 
         _check_keys(fields, _ENTRY_KEYS, _OPTIONAL, where)
-        for key in ("why", "instead", "source"):
-            if not isinstance(fields[key], str) or not fields[key].strip():
-                raise UserError(f"{where(key)}: {show(fields[key])} is not a text")
-        judged = _one_of(fields.get("judged", "before"), typing.get_args(Judged), where("judged"))
+        judged: Judged = _one_of(fields.get("judged", "before"), typing.get_args(Judged), where("judged"))
         needs = fields.get("needs", [])
         if not isinstance(needs, list):
             raise UserError(f"{where('needs')}: {show(needs)} is not a list")
@@ -202,48 +210,51 @@ class Catalog(Mapping[str, Entry]):
             outcomes=tuple(self._outcome(one, f"megatron.{n}", where) for n, one in enumerate(outcomes)),
             judged=judged,
             needs=tuple(_one_of(need, typing.get_args(Need), where("needs")) for need in needs),
-            why=" ".join(fields["why"].split()),
-            instead=" ".join(fields["instead"].split()),
-            source=" ".join(fields["source"].split()),
+            why=_text(fields["why"], where("why")),
+            instead=_text(fields["instead"], where("instead")),
+            source=_text(fields["source"], where("source")),
             example=self._example(fields["example"], where),
             reads=tuple(dict.fromkeys(self._settings_of(forbids))),
             line=line,
             catalog=self,
         )
 
-    def _outcome(self, fields: Any, key: str, where: Any) -> Outcome:
+    def _outcome(self, fields: Any, key: str, where: Where) -> Outcome:
+        def inner(name: str) -> str:
+            return where(f"{key}.{name}")
+
         if not isinstance(fields, Mapping) or ("raises" in fields) == ("accepts" in fields):
             raise UserError(f"{where(key)}: {show(fields)} has neither or both of raises and accepts")
-        optional = _OUTCOME_KEYS if "accepts" in fields else ("at", "versions", "if")
-        _check_keys(fields, _OUTCOME_KEYS, [*optional, "accepts"], lambda name: where(f"{key}.{name}"))
-        for name in ("raises", "message", "accepts"):
-            if not isinstance(fields.get(name, ""), str):
-                raise UserError(f"{where(f'{key}.{name}')}: {show(fields[name])} is not a text")
-        condition = Expression(fields["if"], self.known, where(f"{key}.if")) if "if" in fields else None
-        return Outcome(
-            versions=_versions(fields.get("versions", {}), where(f"{key}.versions")),
-            condition=condition,
-            raises=fields.get("raises", ""),
-            message=fields.get("message", ""),
-            at=_one_of(fields.get("at", "configuration"), typing.get_args(Stage), where(f"{key}.at")),
-            accepts=fields.get("accepts", ""),
-        )
+        condition = Expression(fields["if"], self.known, inner("if")) if "if" in fields else None
+        versions = _versions(fields.get("versions", {}), inner("versions"))
+        if "accepts" in fields:
+            _check_keys(fields, ("accepts", "versions", "if"), ("versions", "if"), inner)
+            return Outcome(versions, condition, accepts=_text(fields["accepts"], inner("accepts")))
+        _check_keys(fields, ("raises", "message", "at", "versions", "if"), ("at", "versions", "if"), inner)
+        if not isinstance(fields["message"], str):
+            raise UserError(f"{inner('message')}: {show(fields['message'])} is not a text")
+        at: Stage = _one_of(fields.get("at", "configuration"), typing.get_args(Stage), inner("at"))
+        return Outcome(versions, condition, _text(fields["raises"], inner("raises")), fields["message"], at)
 
-    def _example(self, fields: Any, where: Any) -> Example:
-        if not isinstance(fields, Mapping):
-            raise UserError(f"{where('example')}: {show(fields)} is not a mapping")
+    def _example(self, fields: Any, where: Where) -> Construction | Recipe:
+        def inner(name: str) -> str:
+            return where(f"example.{name}")
+
+        fields = _mapping(fields, where("example"))
         if "recipe" in fields:
-            _check_keys(fields, ("recipe",), (), lambda name: where(f"example.{name}"))
-            return Example(recipe=fields["recipe"])
-        _check_keys(
-            fields, ("config", "arguments", "environment"), ("environment",), lambda name: where(f"example.{name}")
-        )
-        config = _one_of(fields["config"], _CONFIGS, where("example.config"))
-        for name in fields["arguments"]:
+            _check_keys(fields, ("recipe",), (), inner)
+            return Recipe.from_dict(fields["recipe"], inner("recipe"))
+        _check_keys(fields, ("config", "arguments", "environment"), ("environment",), inner)
+        config = _one_of(fields["config"], _CONFIGS, inner("config"))
+        arguments = _mapping(fields["arguments"], inner("arguments"))
+        for name in arguments:
             if name not in self.defaults:
                 hint = did_you_mean(name, list(self.defaults))
-                raise UserError(f"{where(f'example.arguments.{name}')}: unknown setting; {hint}".rstrip("; "))
-        return Example(config, fields["arguments"], fields.get("environment", {}))
+                raise UserError(f"{inner(f'arguments.{name}')}: unknown setting; {hint}".rstrip("; "))
+        environment = _mapping(fields.get("environment", {}), inner("environment"))
+        for name, value in environment.items():
+            _text(value, inner(f"environment.{name}"))
+        return Construction(config, arguments, environment)
 
     def _settings_of(self, expression: Expression) -> Iterator[str]:
         for name in expression.names:
@@ -274,7 +285,7 @@ class Names(dict[str, Any]):
         return value
 
 
-def _check_keys(fields: Mapping[Any, Any], allowed: Any, optional: Any, where: Any) -> None:
+def _check_keys(fields: Mapping[Any, Any], allowed: Sequence[str], optional: Collection[str], where: Where) -> None:
     for key in fields:
         if key not in allowed:
             raise UserError(f"{where(key)}: unknown key; {did_you_mean(key, allowed)}allowed: {', '.join(allowed)}")
@@ -283,9 +294,22 @@ def _check_keys(fields: Mapping[Any, Any], allowed: Any, optional: Any, where: A
             raise UserError(f"{where(key)}: is missing")
 
 
-def _one_of(value: Any, allowed: tuple[str, ...], where: str) -> Any:
-    if value not in allowed:
-        raise UserError(f"{where}: {show(value)} is not one of {', '.join(allowed)}")
+def _one_of(value: object, allowed: Sequence[T], where: str) -> T:
+    for one in allowed:
+        if value == one:
+            return one
+    raise UserError(f"{where}: {show(value)} is not one of {', '.join(map(str, allowed))}")
+
+
+def _text(value: object, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise UserError(f"{where}: {show(value)} is not a text")
+    return " ".join(value.split())
+
+
+def _mapping(value: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        raise UserError(f"{where}: {show(value)} is not a mapping of names")
     return value
 
 

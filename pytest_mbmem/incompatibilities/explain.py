@@ -9,8 +9,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from ..megatron_settings import KEYS, settings
-from . import broken
-from .catalog import Catalog, Entry, Outcome
+from ..validation import did_you_mean
+from . import broken, catalog
+from .catalog import Catalog, Entry, Judged, Outcome, Stage
 
 if TYPE_CHECKING:
     from ..recipe import Recipe
@@ -37,13 +38,29 @@ def refusal_text(
 
 
 def accepted_text(recipe: Recipe, versions: Mapping[str, str]) -> str:
-    """That a recipe breaks nothing, and what only a measurement of it can tell."""
-    installed = ", ".join(f"{package} {version}" for package, version in versions.items())
-    parts = [f"{recipe.origin[0]}: breaks none of the documented constraints ({installed or 'of any version'})"]
-    for entry in broken(settings(recipe), versions, built=True):
-        parts += _rows([("only a measurement tells", f"{entry.id}: {entry.why} {entry.instead}")])
-    parts += _rows(("not measured yet", reason) for reason in recipe.not_yet())
-    return "\n".join(parts)
+    """That a recipe breaks nothing."""
+    packages = ", ".join(f"{package} {version}" for package, version in versions.items())
+    return f"{recipe.origin[0]}: breaks none of the documented constraints ({packages or 'of any version'})"
+
+
+def notes_text(recipe: Recipe, versions: Mapping[str, str]) -> str:
+    """What is good to know of a recipe, whether it is refused or not; empty if there is nothing."""
+    found, known = settings(recipe), list(catalog().defaults)
+    rows = [
+        ("a measurement tells", f"{entry.id}: {entry.why} {entry.instead}")
+        for entry in broken(found, versions, judged="built")
+    ]
+    rows += [
+        ("good to know", f"{entry.id}: {entry.why} {entry.instead}")
+        for entry in broken(found, versions, judged="advice")
+    ]
+    rows += [("not measured yet", reason) for reason in recipe.not_yet()]
+    rows += [
+        ("not judged", f"megatron.{name}: no constraint asks for it; {did_you_mean(name, known)}".rstrip("; "))
+        for name in recipe.megatron
+        if name not in known
+    ]
+    return "\n".join(_rows(rows))
 
 
 def _here(recipe: Recipe, entry: Entry, found: Mapping[str, Any]) -> Iterable[str]:
@@ -54,8 +71,11 @@ def _here(recipe: Recipe, entry: Entry, found: Mapping[str, Any]) -> Iterable[st
         if len(values) > _FEW and value == defaults[name]:
             continue
         key = recipe_key(name)
-        line = f" (line {lines[key]})" if key in lines else ""
-        yield f"{key}: {plain(recipe_value(recipe, name, value))}{line}"
+        note = f" (line {lines[key]})" if key in lines else ""
+        if key == f"megatron.{name}" and name in found and name not in recipe.megatron:
+            note = " (set by this package)"
+        own = recipe_value(recipe, name, value)
+        yield f"{key}: {plain(value if own is None else own)}{note}"
 
 
 def recipe_key(name: str) -> str:
@@ -107,6 +127,8 @@ def entry_text(entry: Entry) -> str:
     ]
     if entry.judged == "built":
         rows.append(("judged", "by the built model: a measurement says what has no effect"))
+    if entry.judged == "advice":
+        rows.append(("judged", "not at all: it is good to know"))
     if entry.needs:
         rows.append(("to prove", f"needs {', '.join(entry.needs)}"))
     return "\n".join([entry.id, *_rows(rows)])
@@ -146,19 +168,16 @@ def markdown_table(catalog: Catalog) -> str:
     """The constraints as a table in Markdown, for people who read and do not run."""
     lines = ["| id | what excludes each other | Megatron Core | instead |", "|---|---|---|---|"]
     for entry in catalog.values():
-        last = entry.outcomes[-1]
-        does = f"`{last.raises}`{_AT[last.at]}" if last.raises else "accepts it silently"
-        if entry.judged == "built":
-            does += "; a verdict of the run"
-        lines.append("| " + " | ".join(_cell(c) for c in (f"`{entry.id}`", entry.why, does, entry.instead)) + " |")
+        short = (f"`{o.raises}`{_AT[o.at]}" if o.raises else "accepts it" for o in entry.outcomes)
+        does = f"{' or '.join(dict.fromkeys(short))}{_JUDGED[entry.judged]}"
+        cells = (f"`{entry.id}`", entry.why, does, entry.instead)
+        lines.append(f"| {' | '.join(text.replace('|', '&#124;') for text in cells)} |")
     return "\n".join(lines)
 
 
-_AT = {"configuration": "", "model": " (model)", "capture": " (capture)", "run": " (run)"}
+_AT: Mapping[Stage, str] = {"configuration": "", "model": " (model)", "capture": " (capture)", "run": " (run)"}
 
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+_JUDGED: Mapping[Judged, str] = {"before": "", "built": "; a verdict of the run", "advice": "; good to know"}
 
 
 BEGIN, END = "<!-- constraints: begin -->", "<!-- constraints: end -->"
@@ -174,7 +193,5 @@ if __name__ == "__main__":
     import sys
     from pathlib import Path
 
-    from . import catalog as built_in
-
     document = Path(sys.argv[1])
-    document.write_text(with_table(document.read_text(encoding="utf-8"), built_in()), encoding="utf-8")
+    document.write_text(with_table(document.read_text(encoding="utf-8"), catalog()), encoding="utf-8")

@@ -75,9 +75,14 @@ def attempt(recipe: dict[str, Any], rank: int) -> dict[str, Any]:
 
 def set_checks_aside() -> None:
     """From now on, have Megatron answer in this process where this package refuses before it could."""
-    for module, name in ((offload, "check"), (recompute, "check"), (recompute, "explained")):
-        setattr(module, name, lambda _: contextlib.nullcontext())
-    recompute.end_recursion()
+    if offload.check is not _no_check:
+        offload.check = recompute.check = _no_check  # type: ignore[assignment]
+        recompute.explained = contextlib.nullcontext  # type: ignore[assignment]
+        recompute.end_recursion()
+
+
+def _no_check(settings: object) -> None:
+    pass
 
 
 def message_of(error: BaseException) -> str:
@@ -113,7 +118,7 @@ class _Progress:
             raised = {
                 "type": type(error).__name__,
                 "message": message_of(error),
-                "at": "capture" if captures else self.at,
+                "at": "capture" if captures and self.at == "run" else self.at,
                 "where": "{}, line {}".format(*frames[-1]),
             }
             return {"raised": raised, "own": ""}

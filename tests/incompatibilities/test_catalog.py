@@ -34,7 +34,7 @@ constraints:
   why: a
   instead: b
   source: c
-  example: {recipe: {model: {num_layers: 1}}}
+  example: {recipe: {model: {num_layers: 1, hidden_size: 64, num_attention_heads: 4}}}
 """
 
 
@@ -76,6 +76,17 @@ def made(tmp_path: Path) -> Catalog:
         ("nccl_ub and exp", "open('x') and exp", r"calls something else than len"),
         ("nccl_ub and exp", "nccl_ub.real and exp", r"Attribute is not possible"),
         ("nccl_ub and exp", "nccl_ub and and exp", r"is not an expression"),
+        (
+            "{cpu_offloading: true, pipeline_model_parallel_size: 2}",
+            "[cpu_offloading]",
+            r"example.arguments: .* is not a mapping of names",
+        ),
+        ("model: {num_layers: 1,", "modell: {num_layers: 1,", r":22: segments: example.recipe: modell: unknown key"),
+        ("accepts: nothing}", "accepts: ''}", r":17: segments: megatron.0.accepts: '' is not a text"),
+        ("accepts: nothing}", "accepts: nothing, at: run}", r":17: segments: megatron.0.at: unknown key"),
+        ("raises: ValueError,", "raises: '',", r":8: offload-with-pp: megatron.0.raises: '' is not a text"),
+        ("{cpu_offloading: false,", "{1: false, cpu_offloading: false,", r"defaults: .* is not a mapping of names"),
+        ("terms: {pipelined", "terms: {1", r"terms: .* is not a mapping of names"),
         ("constraints:", "limits:", r"must hold the keys defaults, terms and constraints"),
     ],
 )
@@ -135,12 +146,7 @@ def test_each_example_breaks_its_own_entry() -> None:
     wrong = []
     for entry in catalog().values():
         example = entry.example
-        if example.recipe is not None:
-            found = settings(Recipe.from_dict(example.recipe, entry.id))
-        else:
-            environment = dict(example.environment or {})
-            alloc_conf = environment.pop("PYTORCH_CUDA_ALLOC_CONF", environment.pop("PYTORCH_ALLOC_CONF", ""))
-            found = {**(example.arguments or {}), **environment, "alloc_conf": alloc_conf}
+        found = settings(example) if isinstance(example, Recipe) else example.settings
         if not entry.forbids.holds(Names(catalog(), found, {})):
             wrong.append(entry.id)
     assert wrong == []
