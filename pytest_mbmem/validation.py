@@ -9,7 +9,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from .errors import UserError
@@ -178,6 +178,12 @@ def check_multiple(key: str, value: int, factors: Mapping[str, int], note: str =
     if value % math.prod(factors.values()):
         product = " * ".join(f"{name} ({factor})" for name, factor in factors.items())
         raise BadKey(key, f"{value}{f' ({note})' if note else ''} is not a multiple of {product}")
+
+
+def nearest(name: object, allowed: Iterable[str]) -> str:
+    """The end of a message that names what is close, as in "; nearest: a, b"; empty if nothing is."""
+    close = difflib.get_close_matches(name, list(allowed), 3, 0.4) if isinstance(name, str) else []
+    return f"; nearest: {', '.join(close)}" if close else ""
 
 
 def did_you_mean(name: object, allowed: Sequence[str]) -> str:

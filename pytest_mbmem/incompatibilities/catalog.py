@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import typing
 from collections import defaultdict
@@ -17,7 +16,7 @@ from ..alloc_conf import has_expandable_segments
 from ..errors import UserError
 from ..recipe import Recipe
 from ..strict_yaml import read_yaml
-from ..validation import did_you_mean, show
+from ..validation import did_you_mean, nearest, show
 from .expression import FUNCTIONS, Expression
 
 T = TypeVar("T")
@@ -166,9 +165,8 @@ class Catalog(Mapping[str, Entry]):
         """Raises `UserError` with the nearest ids for one that is not there."""
         if isinstance(id, str) and id in self._entries:
             return self._entries[id]
-        near = difflib.get_close_matches(id, self._entries, 3, 0.4) if isinstance(id, str) else []
-        hint = f"nearest: {', '.join(near)}" if near else "`mbmem explain` lists them"
-        raise UserError(f"{show(id)} is not a documented constraint; {hint}")
+        hint = nearest(id, self._entries) or "; `mbmem explain` lists them"
+        raise UserError(f"{show(id)} is not a documented constraint{hint}")
 
     def __contains__(self, id: object) -> bool:
         return id in self._entries

@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import CodeType
 from typing import Any
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from ..errors import UserError
 from ..validation import did_you_mean
 
 
 def as_list(value: Any) -> list[Any]:
-    """None: nothing; a text: its parts between commas; a list as it is."""
+    """None: nothing; a text: its parts between commas; a list as it is; any other value: a list of it alone."""
     if value is None:
         return []
-    return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else list(value)
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",") if part.strip()]
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is one, as true and false are in Python."""
+    return isinstance(value, int | float)
+
+
+def is_text(value: Any) -> bool:
+    """Whether it is one, and no list."""
+    return isinstance(value, str)
 
 
 def any_of(some: Collection[Any], others: Collection[Any]) -> bool:
@@ -29,6 +42,16 @@ def any_of(some: Collection[Any], others: Collection[Any]) -> bool:
 def all_of(some: Collection[Any], others: Collection[Any]) -> bool:
     """Whether each of the first is among the second."""
     return all(one in others for one in some)
+
+
+def all_divisible(numbers: Collection[int], by: int) -> bool:
+    """Whether each is a multiple of it."""
+    return all(number % by == 0 for number in numbers)
+
+
+def largest(numbers: Collection[int]) -> int:
+    """The largest of some numbers; 0 for none."""
+    return max(numbers, default=0)
 
 
 def older(version: str, than: str) -> bool:
@@ -43,8 +66,13 @@ def layout_stages(layout: Any) -> int:
 
 def layout_layers(layout: Any, kind: str) -> int:
     """Layers of a pipeline layout of kind "t" (transformer) or "m" (multi-token prediction)."""
+    return sum(stage_layers(layout, kind))
+
+
+def stage_layers(layout: Any, kind: str) -> list[int]:
+    """How many layers of that kind each stage of a pipeline layout has."""
     names = (kind, {"t": "decoder", "m": "mtp"}[kind])
-    return sum(layer in names for stage in _stages(layout) for layer in stage)
+    return [sum(layer in names for layer in stage) for stage in _stages(layout)]
 
 
 def _stages(layout: Any) -> Sequence[Sequence[str]]:
@@ -58,12 +86,13 @@ def _stages(layout: Any) -> Sequence[Sequence[str]]:
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "len": len,
-    "as_list": as_list,
-    "any_of": any_of,
-    "all_of": all_of,
-    "older": older,
-    "layout_stages": layout_stages,
-    "layout_layers": layout_layers,
+    **{
+        function.__name__: function
+        for function in (
+            *(as_list, is_number, is_text, any_of, all_of, all_divisible, largest, older),
+            *(layout_stages, layout_layers, stage_layers),
+        )
+    },
 }
 
 _ALLOWED = (
@@ -82,7 +111,8 @@ class Expression:
         known: the names that it may read.
         where: of the text, for messages.
 
-    Raises `UserError` for a text that is no such expression, and for a name that is not known.
+    Raises `UserError` for a text that is no such expression, for a name that is not known, and for a call with too
+    few or too many arguments, or of `older` without a version.
     """
 
     def __init__(self, text: object, known: Collection[str], where: str) -> None:
@@ -98,8 +128,11 @@ class Expression:
         for node in ast.walk(tree):
             if not isinstance(node, _ALLOWED) or (isinstance(node, ast.Call) and node.keywords):
                 raise UserError(f"{where}: {text!r}: {type(node).__name__} is not possible in an expression")
-            if isinstance(node, ast.Call) and not (isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS):
-                raise UserError(f"{where}: {text!r} calls something else than {', '.join(FUNCTIONS)}")
+            if isinstance(node, ast.Call):
+                if not (isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS):
+                    raise UserError(f"{where}: {text!r} calls something else than {', '.join(FUNCTIONS)}")
+                if problem := _problem(node.func.id, node.args):
+                    raise UserError(f"{where}: {text!r}: {problem}")
         self.names = tuple(dict.fromkeys(node.id for node in names if id(node) not in called))
         for name in self.names:
             if name not in known:
@@ -116,3 +149,18 @@ class Expression:
             return bool(self.value(names))
         except (TypeError, ValueError, AttributeError, ZeroDivisionError):
             return False
+
+
+def _problem(name: str, arguments: list[ast.expr]) -> str:
+    """What is wrong with the call of a function; "" if nothing is."""
+    needed = len(inspect.signature(FUNCTIONS[name]).parameters)
+    if len(arguments) != needed:
+        return f"{name} takes {needed} argument{'s' * (needed != 1)}, not {len(arguments)}"
+    if name != "older":
+        return ""
+    version = getattr(arguments[1], "value", None)
+    try:
+        Version(version if isinstance(version, str) else "")
+    except InvalidVersion:
+        return f'{ast.unparse(arguments[1])} is not a version, as in older(torch, "2.6")'
+    return ""

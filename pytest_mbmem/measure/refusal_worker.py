@@ -39,8 +39,9 @@ _CAPTURE = ("megatron.core.transformer.cuda_graphs", "megatron.core.full_cuda_gr
 
 
 def construct(config: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Make one of Megatron's configuration classes; a text "torch.bfloat16" is a dtype."""
-    return _Progress().answer(lambda: _CLASSES[config](**{name: _value(value) for name, value in arguments.items()}))
+    """Make one of Megatron's configuration classes; for a dtype stands its name."""
+    made = _CLASSES[config]
+    return _Progress().answer(lambda: made(**configs.values(made, arguments)))
 
 
 def construct_all(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -93,11 +94,6 @@ def message_of(error: BaseException) -> str:
 def _configure(recipe: Recipe) -> None:
     for make in (configs.transformer_config, configs.ddp_config, configs.optimizer_config):
         make(recipe)
-
-
-def _value(value: Any) -> Any:
-    dtype = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else None
-    return dtype if isinstance(dtype, torch.dtype) and value.startswith("torch.") else value
 
 
 class _Progress:

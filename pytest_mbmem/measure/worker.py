@@ -175,13 +175,13 @@ def refusals(added: Mapping[str, Any] | None = None) -> Iterator[None]:
         if not refuses and not (added and _is_megatrons(error)):
             raise
         raise Refused(f"Megatron Core refuses it: {str(error) or type(error).__name__}") from None
-    except torch.OutOfMemoryError:
-        raise
+    except (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError):
+        raise  # of the device or of another rank
     except Exception as error:
         if not added or not _is_megatrons(error):
             raise
-        kind = type(error).__name__
-        raise Refused(f"Megatron Core fails with {', '.join(sorted(added))}: {kind}: {error}") from error
+        names, kind = ", ".join(sorted(added)), type(error).__name__
+        raise Refused(f"Megatron Core fails with {names} added: {kind}: {error}") from error
 
 
 def _is_megatrons(error: BaseException) -> bool:

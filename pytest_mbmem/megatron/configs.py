@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -17,7 +16,7 @@ from megatron.core.transformer.enums import AttnBackend
 
 from ..megatron_settings import added, ddp_settings, optimizer_settings, transformer_settings
 from ..recipe import Recipe
-from ..validation import BadKey, show
+from ..validation import BadKey, nearest, show
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}  # "torch.bfloat16", ...
@@ -59,7 +58,13 @@ def _make(config: type[_Config], settings: Mapping[str, Any], recipe: Recipe) ->
     """An object of the class with these settings, and those of `recipe.megatron` that it has."""
     fields = _fields(config)
     more = {name: value for name, value in added(recipe).items() if name in fields}
-    return config(**{name: _value(name, value, fields[name]) for name, value in {**settings, **more}.items()})
+    return config(**values(config, {**settings, **more}))
+
+
+def values(config: type, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values as one of Megatron's configuration classes takes them; those of other names as they are."""
+    fields = _fields(config)
+    return {name: _value(name, value, fields.get(name, "")) for name, value in settings.items()}
 
 
 def _fields(config: type) -> dict[str, str]:
@@ -94,9 +99,8 @@ def _check_names(recipe: Recipe) -> None:
         if name not in known:
             if name in _fields(MLATransformerConfig):
                 raise BadKey(f"megatron.{name}", "needs a model with multi-latent attention (model.mla)")
-            near = difflib.get_close_matches(name, known, 3)
-            hint = f"; nearest: {', '.join(near)}" if near else ""
-            problem = f"no setting of TransformerConfig, DistributedDataParallelConfig or OptimizerConfig{hint}"
+            classes = "TransformerConfig, DistributedDataParallelConfig or OptimizerConfig"
+            problem = f"no setting of {classes}{nearest(name, known)}"
             raise BadKey(f"megatron.{name}", f"{problem} (megatron-core {version('megatron-core')})")
         if any(word in known[name] for word in ("Callable", "ContextManager", "RecipeConfig")):
             raise BadKey(f"megatron.{name}", "takes an object of Python, which a recipe cannot hold")
