@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from pytest_mbmem import labels
+from pytest_mbmem import incompatibilities, labels
 from pytest_mbmem.errors import UserError
+from pytest_mbmem.incompatibilities.catalog import Names
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.recipe import Recipe
 
@@ -25,11 +27,18 @@ from pytest_mbmem.recipe import Recipe
 def test_labels_are_those_that_megatron_names_when_it_refuses_one(
     read: object, changes: dict[str, object], launcher: Launcher, small_recipe: Recipe
 ) -> None:
-    failure = launcher.measure(small_recipe.but(**changes)).failure
-    assert failure is not None
-    assert failure.kind == "refused"
-    allowed = failure.message.split("Allowed modules are: ")[1]
+    wrong = small_recipe.but(**changes).to_dict()
+    raised = launcher.call("pytest_mbmem.measure.refusal_worker:configure", {"recipe": wrong}).value["raised"]
+    allowed = raised["message"].split("Allowed modules are: ")[1]
     assert read() == tuple(sorted(ast.literal_eval(allowed)))  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("read", "term"), [(labels.recompute_labels, "recompute_labels"), (labels.offload_labels, "offload_labels")]
+)
+def test_the_catalogue_of_constraints_has_the_same(read: Callable[[], tuple[str, ...]], term: str) -> None:
+    names = Names(incompatibilities.catalog(), {}, incompatibilities.installed())
+    assert tuple(sorted(names[term])) == read()
 
 
 def test_reading_them_imports_nothing() -> None:

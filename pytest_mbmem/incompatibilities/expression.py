@@ -77,23 +77,18 @@ def stage_layers(layout: Any, kind: str) -> list[int]:
 
 def _stages(layout: Any) -> Sequence[Sequence[str]]:
     if not isinstance(layout, str):
-        return list(layout)
+        return [[layer.strip().lower() for layer in stage] for stage in layout]
     text = layout.replace(",", "")
     for repeated in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):  # in Megatron's order
         text = re.sub(repeated, lambda found: found[1] * int(found[2]), text)
     return text.split("|")
 
 
-FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "len": len,
-    **{
-        function.__name__: function
-        for function in (
-            *(as_list, is_number, is_text, any_of, all_of, all_divisible, largest, older),
-            *(layout_stages, layout_layers, stage_layers),
-        )
-    },
-}
+_FUNCTIONS: tuple[Callable[..., Any], ...] = (
+    *(len, as_list, is_number, is_text, any_of, all_of, all_divisible, largest, older),
+    *(layout_stages, layout_layers, stage_layers),
+)
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _FUNCTIONS}
 
 _ALLOWED = (
     *(ast.Expression, ast.BoolOp, ast.And, ast.Or, ast.UnaryOp, ast.Not, ast.USub, ast.IfExp),
