@@ -152,11 +152,12 @@ class Worker:
 
         Without `checked` it is Megatron Core alone that refuses settings, with its own exceptions.
         """
-        from .measure import allocator, launch, refusal_worker
+        from .measure import allocator, launch
         from .measure.effects import requested
         from .measure.history import cuda_is_initialized
         from .measure.ranks import chosen
         from .measure.worker import assumptions, refusals
+        from .megatron import recompute
         from .megatron.model import live_model
         from .virtual_gpu.counters import driver_is_loaded
 
@@ -164,7 +165,7 @@ class Worker:
         if checked:
             launch.check(recipe)
         else:
-            refusal_worker.set_checks_aside()
+            recompute.end_recursion()
         chosen(recipe, [rank])
         wanted = launch.recipe_environment(recipe)
         unset = {name: value for name, value in wanted.items() if os.environ.get(name) != value}

@@ -1,4 +1,4 @@
-"""What Megatron Core itself says to settings, with this package's own checks set aside. Runs in a worker.
+"""What Megatron Core itself says to settings that this package refuses before anything runs. Runs in a worker.
 
 An answer is {"raised": {"type", "message", "at", "where"} or None, "own": why this package could not ask, or ""}: `at`
 is how far Megatron got (configuration, model, capture, run), `where` the module and line that raised.
@@ -6,7 +6,6 @@ is how far Megatron got (configuration, model, capture, run), `where` the module
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from ..errors import Refused, UserError
-from ..megatron import configs, offload, recompute
+from ..megatron import configs, recompute
 from ..megatron.model import live_model
 from ..recipe import Recipe
 from ..virtual_gpu.counters import driver_is_loaded
@@ -51,13 +50,12 @@ def construct_all(examples: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def configure(recipe: dict[str, Any]) -> dict[str, Any]:
     """Make the configurations of a recipe. Needs no GPU."""
-    set_checks_aside()
     return _Progress().answer(lambda: _configure(Recipe.from_dict(recipe, "recipe")))
 
 
 def attempt(recipe: dict[str, Any], rank: int) -> dict[str, Any]:
     """Make the recipe's configurations, build its rank `rank` and train the recipe's steps."""
-    set_checks_aside()
+    recompute.end_recursion()
     torch.set_num_threads(1)
     progress = _Progress()
 
@@ -72,18 +70,6 @@ def attempt(recipe: dict[str, Any], rank: int) -> dict[str, Any]:
             model.step()
 
     return progress.answer(run)
-
-
-def set_checks_aside() -> None:
-    """From now on, have Megatron answer in this process where this package refuses before it could."""
-    if offload.check is not _no_check:
-        offload.check = recompute.check = _no_check  # type: ignore[assignment]
-        recompute.explained = contextlib.nullcontext  # type: ignore[assignment]
-        recompute.end_recursion()
-
-
-def _no_check(settings: object) -> None:
-    pass
 
 
 def message_of(error: BaseException) -> str:

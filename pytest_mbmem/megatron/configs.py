@@ -32,12 +32,7 @@ def transformer_config(recipe: Recipe) -> TransformerConfig:
     `UserError` for a setting of `recipe.megatron` that no class of the installed Megatron has.
     """
     _check_names(recipe)
-    config = _make(_transformer_class(recipe), transformer_settings(recipe), recipe)
-    chunks = config.virtual_pipeline_model_parallel_size
-    if chunks != recipe.parallelism.vpp:  # of a layout, which Megatron takes the number from
-        problem = f"is missing; the layout has {chunks} model chunks on each pipeline stage, write {chunks}"
-        raise BadKey("parallelism.vpp", problem)
-    return config
+    return _make(_transformer_class(recipe), transformer_settings(recipe), recipe)
 
 
 def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:

@@ -67,7 +67,7 @@ class LiveModel:
         training = self.recipe.training
         self.steps_done += 1
         on_phase(self.steps_done, "forward")
-        with self._reporting(partial(on_phase, self.steps_done)), recompute.explained(self.config):
+        with self._reporting(partial(on_phase, self.steps_done)):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
@@ -149,11 +149,9 @@ def live_model(
         stand_ins.install()
         offload.leave_out_host_values()
     offload.install()
-    offload.check(recipe)
     torch.use_deterministic_algorithms(recipe.training.deterministic)
     recompute.install()
     config = configs.transformer_config(recipe)
-    recompute.check(config)
     if config.transformer_impl == "transformer_engine":
         te_equivalents.check(virtual)
     if virtual and recipe.model.moe is not None:

@@ -29,7 +29,6 @@ from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
-from ..errors import UserError
 from ..recipe import Recipe
 
 
@@ -41,23 +40,6 @@ def install() -> None:
     te_extension.cpu_offload = types.SimpleNamespace(CPUOffloadEnabled=False)
     # OptimizerConfig compares the version of a library that is not there (core 0.16 to 0.19).
     optimizer_config.is_te_min_version = lambda *_: False
-
-
-def check(recipe: Recipe) -> None:
-    """Raise `UserError` for offload that Megatron Core takes and then ignores or breaks on."""
-    memory, precision = recipe.memory, recipe.training.precision
-    if memory.cpu_offloading_weights:
-        raise UserError(
-            "memory.cpu_offloading_weights: true changes nothing; Transformer Engine, whose it is, ignores it"
-        )
-    # HybridDeviceOptimizer loses its parameters when a wrapper swaps them for fp32 ones, and takes no views of
-    # parameters that are fp32 already (core 0.16 to 0.19: a KeyError, and a ValueError of torch's).
-    if memory.optimizer_cpu_offload and (precision == "fp32") == recipe.parallelism.distributed_optimizer:
-        needed = "false" if precision == "fp32" else "true"
-        raise UserError(
-            f"memory.optimizer_cpu_offload: true with training.precision {precision!r} needs "
-            f"parallelism.distributed_optimizer {needed}; Megatron's HybridDeviceOptimizer fails otherwise"
-        )
 
 
 def assumptions(recipe: Recipe, virtual: bool) -> tuple[str, ...]:

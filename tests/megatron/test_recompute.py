@@ -111,7 +111,7 @@ def test_interleaved_chunks_are_recomputed_too(launcher: Launcher) -> None:
         assert after.peak() < before.peak()
 
 
-@pytest.mark.parametrize("changes", [{}, {"pp": 2}])
+@pytest.mark.parametrize("changes", [{}, {"pp": 2}, {"pp": 2, "pipeline_model_parallel_layout": "Et|tttL"}])
 def test_groups_that_do_not_divide_the_layers_are_refused_or_the_last_one_is_smaller(
     changes: dict[str, Any], launcher: Launcher
 ) -> None:
@@ -121,17 +121,6 @@ def test_groups_that_do_not_divide_the_layers_are_refused_or_the_last_one_is_sma
         assert [entry.id for entry in broken] == ["recompute-uniform-not-dividing"]
     else:
         assert launcher.measure(recipe).peak() < measure(launcher, **changes).peak()
-
-
-def test_groups_that_do_not_divide_a_stage_of_a_layout_are_refused_by_the_stage(launcher: Launcher) -> None:
-    """How many layers a stage of a layout has is Megatron's to say, so the model's own process refuses them."""
-    split = {"pp": 2, "pipeline_model_parallel_layout": "Ettt|tL"}
-    measurement = launcher.measure(RECIPE.but(**split, **full("uniform", 2)), ranks=[0])
-    if measurement.failure is None:
-        assert measurement.peak() < launcher.measure(RECIPE.but(**split), ranks=[0]).peak()
-        return
-    message = "memory.recompute_num_layers: 2 does not divide the 3 layers of a model chunk"
-    assert (measurement.failure.kind, measurement.failure.message[: len(message)]) == ("refused", message)
 
 
 @pytest.mark.parametrize(
