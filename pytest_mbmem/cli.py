@@ -169,11 +169,12 @@ def _launcher(arguments: argparse.Namespace, timeout: float) -> Launcher:
 
 def _check(arguments: argparse.Namespace) -> int:
     from .incompatibilities import check, installed
-    from .incompatibilities.explain import accepted_text, notes_text
+    from .incompatibilities.explain import accepted_text, notes_text, unknown_text
     from .recipe import Recipe
 
     versions = installed()
-    if arguments.megatron_core is not None:
+    other_version = arguments.megatron_core is not None
+    if other_version:
         versions["megatron-core"] = _megatron_version(arguments.megatron_core)
     status = 0
     for path in arguments.recipes:
@@ -183,13 +184,16 @@ def _check(arguments: argparse.Namespace) -> int:
             print(f"mbmem: error: {error}", file=sys.stderr)
             status = 2
             continue
+        unknown = unknown_text(recipe) if "megatron-core" in versions and not other_version else ""
         try:
             check(recipe, versions=versions)
             said = accepted_text(recipe, versions)
         except IncompatibleSettings as error:
             said = f"{error}\n"
             status = max(status, 1)
-        print("\n".join(filter(None, (said, notes_text(recipe, versions)))), end="\n\n")
+        if unknown:
+            status = max(status, 1)
+        print("\n".join(filter(None, (said, unknown, notes_text(recipe, versions)))), end="\n\n")
     return status
 
 
@@ -197,12 +201,9 @@ def _megatron_version(text: str) -> str:
     from packaging.version import InvalidVersion, Version
 
     try:
-        version = Version(text)
+        return str(Version(text))
     except InvalidVersion:
         raise UserError(f"--megatron-core: {text!r} is not a version, as in 0.16.1") from None
-    if version < Version("0.16.0.dev0"):
-        raise UserError(f"--megatron-core: {text}: constraints are documented from 0.16 on")
-    return str(version)
 
 
 def _explain(arguments: argparse.Namespace) -> int:

@@ -100,10 +100,21 @@ class Conformance:
 
         return prove(self.run.tried_on, item.entry.example, item.entry, make=make)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Put the proof on the report, as those of tests are."""
+        report = yield
+        if isinstance(item, Constraint):
+            proofs = [item.proof.summary()] if call.when == "call" and item.proof is not None else []
+            report.mbmem = {"proofs": proofs}  # type: ignore[attr-defined]
+        return report
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what came out, in xdist's controller too."""
         found = dict(report.user_properties)
-        if report.when == "call" and _VERDICT in found:
+        if report.when == "call" and report.nodeid.startswith(f"{NAME}::") and _VERDICT in found:
             self._verdicts[report.nodeid] = str(found[_VERDICT])
             if report.failed:
                 self._lines.append(str(found[_HEADLINE]))
@@ -138,9 +149,12 @@ class Constraints(pytest.Collector):
 class Constraint(pytest.Item):
     """A documented constraint, tried with its example."""
 
+    obj = None  # as pytest's own items have that are no functions
+
     def __init__(self, *, entry: Entry, conformance: Conformance, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.entry, self._conformance = entry, conformance
+        self.proof: Proof | None = None
         self.add_marker(MARKER)
 
     def reportinfo(self) -> tuple[Path, int, str]:
@@ -156,6 +170,7 @@ class Constraint(pytest.Item):
             pytest.fail(str(error), pytrace=False)
         except MeasurementFailed as error:  # the trial itself broke
             pytest.fail(str(error), pytrace=False)
+        self.proof = proof
         note = proof.note and f"note: {self.name}: {proof.note}"
         self.user_properties += [(_VERDICT, proof.verdict), (_HEADLINE, proof.headline), (_NOTE, note)]
         if proof.verdict == "cannot be decided":

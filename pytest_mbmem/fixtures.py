@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,9 +26,16 @@ if TYPE_CHECKING:
     from .sweep import Sweep
 
 
-def _as_failure(error: UserError | Refused) -> BaseException:
-    """A user's mistake as a test's failure, without a traceback; a refused recipe stays an error to be caught."""
+def _as_failure(error: UserError | Refused, unproved: pytest.Item | None = None) -> BaseException:
+    """A user's mistake as a test's failure, without a traceback; a refused recipe stays an error to be caught.
+
+    `unproved` is the test of a call that the incompatible marker does not turn into a proof.
+    """
     if isinstance(error, IncompatibleSettings):
+        plan = unproved.stash.get(PLAN, None) if unproved is not None else None
+        if plan is not None and plan.incompatible is not None:
+            hint = "The incompatible marker proves what mbmem.measure and mbmem.refuses are given, and nothing else."
+            return IncompatibleSettings(f"{error}\n\n{hint}", error.ids)
         return error
     return pytest.fail.Exception(str(error), pytrace=False)
 
@@ -40,6 +48,15 @@ class Mbmem:
     def __init__(self, item: pytest.Item) -> None:
         self._item = item
         self._run = item.config.stash[RUN]
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Keep what is raised on the test's record, as the test may catch it."""
+        try:
+            yield
+        except Exception as error:
+            self._item.stash.setdefault(RECORD, TestRecord()).errors.append(error)
+            raise
 
     @property
     def device(self) -> Device:
@@ -69,7 +86,8 @@ class Mbmem:
         """
         __tracebackhide__ = True
         try:
-            return self._run.measure(self._item, recipe, name, ranks, may_fail)
+            with self._noted():
+                return self._run.measure(self._item, recipe, name, ranks, may_fail)
         except UserError as error:
             raise _as_failure(error) from None
 
@@ -94,7 +112,8 @@ class Mbmem:
         """
         __tracebackhide__ = True
         try:
-            return self._run.refuses(self._item, recipe, id, ranks)
+            with self._noted():
+                return self._run.refuses(self._item, recipe, id, ranks)
         except UserError as error:
             raise _as_failure(error) from None
 
@@ -152,7 +171,7 @@ class Mbmem:
         try:
             sweep = self._run.comparing.compare(self._item, control, candidate, settings, name, ranks, metric, phase)
         except UserError as error:
-            raise _as_failure(error) from None
+            raise _as_failure(error, self._item) from None
         self._keep(sweep)
         comparison = sweep.rows[0].comparison
         assert comparison is not None
@@ -199,7 +218,7 @@ class Mbmem:
         try:
             sweep = self._run.comparing.sweep(self._item, recipe, settings, control, name, ranks, metric, phase)
         except UserError as error:
-            raise _as_failure(error) from None
+            raise _as_failure(error, self._item) from None
         self._keep(sweep)
         return sweep
 
@@ -235,7 +254,7 @@ class Mbmem:
         try:
             return self._run.parity(self._item, control, candidate, precisions)
         except UserError as error:
-            raise _as_failure(error) from None
+            raise _as_failure(error, self._item) from None
 
     def growth(
         self,
@@ -273,7 +292,7 @@ class Mbmem:
         try:
             return self._run.growth(self._item, recipe, arguments, ranks)
         except UserError as error:
-            raise _as_failure(error) from None
+            raise _as_failure(error, self._item) from None
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
-"""Labels of modules that the installed Megatron Core can recompute or offload, without importing it.
+"""What the installed Megatron Core takes: labels of modules to recompute or offload, and names of settings.
 
-They differ between versions, so they are read from the check in the installed `TransformerConfig`: the set that it
-subtracts from the labels it was given (core 0.16 to 0.19). Importing it would take seconds and torch.
+They differ between versions, so they are read from the source of its configuration classes; importing it would take
+seconds and torch. Labels are the set that a check there subtracts from what it was given (core 0.16 to 0.19).
 """
 
 from __future__ import annotations
@@ -21,6 +21,28 @@ def recompute_labels() -> tuple[str, ...]:
 def offload_labels() -> tuple[str, ...]:
     """What `Memory.offload_modules` may name, sorted. Raises `UserError` where the installed version hides it."""
     return _allowed("offload_modules")
+
+
+def setting_names() -> frozenset[str]:
+    """The fields of Megatron's configuration classes. Raises `UserError` where it is not installed."""
+    core = _config_source().parents[1]
+    trees = (ast.parse(core.joinpath(file).read_text(encoding="utf-8")) for file in _CONFIGS if (core / file).is_file())
+    return frozenset(
+        node.target.id
+        for tree in trees
+        for made in ast.walk(tree)
+        if isinstance(made, ast.ClassDef)
+        for node in made.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    )
+
+
+_CONFIGS = (
+    "transformer/transformer_config.py",
+    "model_parallel_config.py",
+    "distributed/distributed_data_parallel_config.py",
+    "optimizer/optimizer_config.py",
+)
 
 
 def _allowed(field: str) -> tuple[str, ...]:

@@ -89,7 +89,8 @@ KEYS: Mapping[str, str] = {
     "grad_reduce_in_fp32": "training.main_grads",
     # arguments of Megatron's model, and what is no setting of Megatron's
     "position_embedding_type": "model.position_embedding_type",
-    **_same("training", "seq_length", "micro_batch_size"),
+    **_same("training", "seq_length", "micro_batch_size", "global_batch_size"),
+    "data_parallel_size": "parallelism.dp",
     "alloc_conf": "memory.alloc_conf",
     "NCCL_GRAPH_REGISTER": "environment.NCCL_GRAPH_REGISTER",
 }
@@ -159,6 +160,8 @@ def settings(recipe: Recipe) -> dict[str, Any]:
         **added(recipe),
         "seq_length": recipe.training.seq_length,
         "micro_batch_size": recipe.training.micro_batch_size,
+        "global_batch_size": recipe.global_batch_size,
+        "data_parallel_size": recipe.parallelism.dp,
         "alloc_conf": recipe.memory.alloc_conf,
         "NCCL_GRAPH_REGISTER": recipe.environment.get("NCCL_GRAPH_REGISTER", ""),
         **(_values(recipe, _LORA) if recipe.lora is not None else {}),

@@ -667,7 +667,8 @@ class Recipe(Part):
         names = setting_names()
         for name in changes:
             if name not in names:
-                raise BadKey("but()", f"{name!r} is not a field of a recipe; {did_you_mean(name, names)}".rstrip("; "))
+                hint = did_you_mean(name, names) or "a setting of Megatron's without a field goes under megatron={...}"
+                raise BadKey("but()", f"{name!r} is not a field of a recipe; {hint}".rstrip())
         memory = changes.get("memory", self.memory)
         if isinstance(memory, Memory):
             changes = _with_dependents(memory, changes)

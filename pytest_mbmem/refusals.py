@@ -48,10 +48,11 @@ class Raised:
     message: str
     at: Stage | Literal[""]  # empty: not known
     where: str = ""  # module and line
+    of_megatron: bool = True  # it went through Megatron's code
 
     def is_documented_by(self, outcome: Outcome | None) -> bool:
         """Whether type and start of the message are those. A message documented as empty is an empty one."""
-        if outcome is None or self.type != outcome.raises:
+        if outcome is None or self.type != outcome.raises or not self.of_megatron:
             return False
         said, documented = _one_line(self.message), _one_line(outcome.message)
         return said.startswith(documented) if documented else not said
@@ -91,6 +92,8 @@ class Proof:
             return text
         if self.raised is None:
             return f"{text}: the error has vanished"
+        if not self.raised.of_megatron:
+            return f"{text}: {self.raised.type} did not come from Megatron Core"
         if not self.documented.raises:
             return f"{text}: an error has appeared, {self.raised.type}"
         if self.others:
@@ -107,6 +110,10 @@ class Proof:
         if self.raised.at in ("", self.documented.at):
             return ""
         return f"documented to be raised at {self.documented.at}, raised at {self.raised.at}"
+
+    def summary(self) -> dict[str, str]:
+        """What reports say of it."""
+        return {"id": self.id, "verdict": self.verdict, "headline": self.headline}
 
     def explain(self) -> str:
         """The verdict, what is documented and what happened, for a person."""
@@ -149,7 +156,7 @@ def prove(
     subject: Recipe | Construction,
     entry: Entry,
     *,
-    ranks: Ranks | None = None,
+    ranks: Ranks = "distinct",
     make: Callable[[], Mapping[str, CallResult]] | None = None,
 ) -> Proof:
     """Try settings that break the entry with the installed Megatron Core, this package's own checks set aside.
@@ -157,11 +164,13 @@ def prove(
     Args:
         launcher: where. On a `HostLauncher`, configurations alone are tried.
         subject: the settings.
-        ranks: of a recipe, of which one that raises is enough. None: one of each kind.
+        ranks: of a recipe, as `measure` takes them; one that raises is enough.
         make: gives the answer to the entry's example, among others. None: `make_all` does.
 
-    Raises `UserError` for settings that do not break the entry.
+    Raises `UserError` for settings that do not break the entry, and for wrong ranks.
     """
+    if isinstance(subject, Recipe):
+        rank_choice.check(subject, ranks)
     case = _Case.of(entry, subject)
     reason = case.undecided()
     if reason is None and subject is entry.example and not entry.breaks(case.settings, case.versions):
@@ -337,7 +346,7 @@ def make_all(launcher: Workers, examples: Mapping[str, Construction]) -> dict[st
     return found
 
 
-def _tried(launcher: Workers, subject: Recipe, case: _Case, ranks: Ranks | None) -> tuple[str, Raised | None]:
+def _tried(launcher: Workers, subject: Recipe, case: _Case, ranks: Ranks) -> tuple[str, Raised | None]:
     """What was done with a recipe, and how it ended."""
     environment = launch.recipe_environment(subject)
     raised = _raised(_without_gpu(launcher, _CONFIGURE, {"recipe": subject.to_dict()}, environment))
@@ -354,6 +363,9 @@ def _tried(launcher: Workers, subject: Recipe, case: _Case, ranks: Ranks | None)
     count = subject.training.steps
     steps = f"{count} step{'s' if count > 1 else ''}"
     tried = f"rank{'s' if others else ''} {', '.join(map(str, (first, *others)))} trained {steps}"
+    assert case.outcome is not None
+    if case.outcome.accepts and any(raised.type == "timeout" for raised in ended):
+        raise _NotAsked(f"no end within {launcher.timeout:g} s")
     documented = [raised for raised in ended if raised.is_documented_by(case.outcome)]
     if not documented and (reasons := subject.not_yet()):  # what else it did says nothing
         raise _NotAsked(f"this package cannot run it yet: {'; '.join(reasons)}")
@@ -367,13 +379,12 @@ def _without_gpu(
     return Workers.call_all(launcher, [(target, arguments)], environment, launcher.timeout)[0]
 
 
-def _ranks(recipe: Recipe, ranks: Ranks | None) -> list[int]:
-    if ranks is not None:
-        return [rank.rank for rank in rank_choice.chosen(recipe, ranks)]
+def _ranks(recipe: Recipe, ranks: Ranks) -> list[int]:
+    """Numbers of those to try, in turn; the ranks of a recipe that is impossible may have no coordinates."""
     try:
-        return [rank.rank for rank in rank_choice.chosen(recipe, "distinct")]
-    except (UserError, ArithmeticError, LookupError):  # the ranks of a recipe that is impossible
-        return [0]
+        return [rank.rank for rank in rank_choice.chosen(recipe, ranks)]
+    except (ValueError, ArithmeticError, LookupError):
+        return [0] if isinstance(ranks, str) else sorted(ranks)
 
 
 def _raised(result: CallResult) -> Raised | None:

@@ -117,10 +117,14 @@ class SavingGate:
     def control_of(self, candidate: Recipe, source: str) -> tuple[Recipe, dict[str, tuple[Any, Any]]]:
         """The control of a measured recipe, and the settings in which they differ.
 
-        Raises `UserError`, with `source` in front, where they are not matched (see `compare.matched`).
+        Raises `UserError`, with `source` in front, where they are not matched (see `compare.matched`) or the control
+        breaks documented constraints.
         """
+        from . import incompatibilities
+
         source = f"{source}: memory_saving(control={self.rule.control})"
         if isinstance(self.control, Recipe):
+            incompatibilities.check(self.control, source)
             return self.control, matched(self.control, candidate, self.settings, source)
         control = changed(candidate, self.control, source)
         # Whoever writes changes has named them.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Generator
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -28,7 +28,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from .artifacts import Artifacts
     from .baseline_file import Entry
@@ -121,6 +121,7 @@ class TestRecord:
     records: list[Record] = field(default_factory=list)  # what --mbmem-update may write
     proofs: list[Proof] = field(default_factory=list)  # of refusals
     refused: list[IncompatibleSettings] = field(default_factory=list)  # raised after a proof
+    errors: list[Exception] = field(default_factory=list)  # of measuring and proving, which the test may have caught
 
     def withdraw(self) -> None:
         """Update nothing: the test fails."""
@@ -138,7 +139,18 @@ class TestRecord:
             "sweeps": [s.to_json() for s in self.sweeps],
             "growths": [g.to_json() for g in self.growths],
             "records": [r.to_json() for r in self.records],
+            "proofs": [p.summary() for p in self.proofs],
         }
+
+    def lacks(self, what: str, item: pytest.Item, marker: str, calls: str = "mbmem.measure()") -> str:
+        """Why nothing was measured, or tried, for a test with the marker."""
+        text = f"nothing was {what}: {item.nodeid} has the {marker} marker"
+        if not self.errors:
+            return f"{text}, but never called {calls}"
+        if all(isinstance(error, IncompatibleSettings) for error in self.errors):
+            ids = [id for error in self.errors if isinstance(error, IncompatibleSettings) for id in error.ids]
+            return f"{text}, and every recipe was refused: {', '.join(dict.fromkeys(ids))}"
+        return f"{text}, and {calls} failed: {self.errors[-1]}"
 
 
 PLAN = pytest.StashKey["Plan | None"]()
@@ -466,13 +478,28 @@ class Run:
         return rule
 
     def _incompatible(self, item: pytest.Item, plan: Plan) -> Constraint | None:
-        """Of the closest marker."""
+        """Of the closest marker, beside which there must be no other of the same function or class."""
         marker = item.get_closest_marker(INCOMPATIBLE_MARKER)
         if marker is None:
             return None
+        from unittest import TestCase
+
         from .refusals import entry_of_marker
 
         entry = entry_of_marker(marker.args, marker.kwargs, item.nodeid)
+        (closest, _), *_ = by_node = list(item.iter_markers_with_node(INCOMPATIBLE_MARKER))
+        beside = [other for node, other in by_node if node is closest]
+        ids = dict.fromkeys(entry_of_marker(other.args, other.kwargs, item.nodeid).id for other in beside)
+        if len(ids) > 1:
+            raise UserError(
+                f"{item.nodeid}: {INCOMPATIBLE_MARKER}: {', '.join(ids)}: Megatron Core can refuse for one of them "
+                "alone; give each a test of its own"
+            )
+        if issubclass(getattr(item, "cls", None) or object, TestCase):
+            raise UserError(
+                f"{item.nodeid}: {INCOMPATIBLE_MARKER}: unittest keeps to itself what a TestCase raises; write the "
+                "test as a function, or as a method of a plain class"
+            )
         judging = [*plan.measures, *(["no_memory_growth"] if plan.growth is not None else [])]
         if judging:
             raise UserError(
@@ -499,6 +526,8 @@ class Run:
         if plan is not None and plan.incompatible is not None:
             self._prove(item, parsed, plan.incompatible, ranks)
             raise self._refusal(item, parsed, plan.incompatible)
+        if plan is not None:
+            self._check_controls(item, plan, parsed)
         measurement = self._measure(item, parsed, ranks)
         self.keep(item, key, name, measurement, ranks)
         self.write_snapshots(item)
@@ -509,6 +538,22 @@ class Run:
                 error.measurement = measurement
             raise error
         return measurement
+
+    @staticmethod
+    def _check_controls(item: pytest.Item, plan: Plan, recipe: Recipe) -> None:
+        """Raise `IncompatibleSettings`, before the recipe is measured, for a control of the test's markers."""
+        controls: list[Callable[[], object]] = [partial(g.control_of, recipe, item.nodeid) for g in plan.savings]
+        if plan.growth is not None:
+            from .measure.growth_runs import control_of
+
+            controls.append(partial(control_of, recipe, plan.growth))
+        for control in controls:
+            try:
+                control()
+            except IncompatibleSettings:
+                raise
+            except UserError:  # of a control that is not matched: said by its own marker, beside what others find
+                continue
 
     def _measure(
         self, item: pytest.Item, recipe: Recipe, ranks: Literal["distinct", "all"] | Sequence[int]
@@ -552,7 +597,7 @@ class Run:
         from .refusals import prove
 
         try:
-            proof = prove(self.tried_on, recipe, entry, ranks=None if ranks == "distinct" else ranks)
+            proof = prove(self.tried_on, recipe, entry, ranks=ranks)
         except UserError as error:
             raise UserError(f"{item.nodeid}: {error}") from None
         item.stash.setdefault(RECORD, TestRecord()).proofs.append(proof)
@@ -716,7 +761,7 @@ class Run:
 
         record = item.stash.setdefault(RECORD, TestRecord())
         if plan.gates and not record.measured:
-            return [f"nothing was measured: {item.nodeid} has the {MARKER} marker, but never called mbmem.measure()"]
+            return [record.lacks("measured", item, MARKER)]
         if self.options.host:  # memory is not judged, but a test with a gate is about a run that works
             gated = plan.measures or plan.growth is not None
             failures = [m.measurement.failure for m in record.measured if gated]
@@ -750,11 +795,10 @@ class Run:
             return []
         from .report.comparisons import saving_failure_text
 
-        measured = item.stash.setdefault(RECORD, TestRecord()).measured
+        record = item.stash.setdefault(RECORD, TestRecord())
+        measured = record.measured
         if not measured:
-            return [
-                f"nothing was measured: {item.nodeid} has the {SAVING_MARKER} marker, but never called mbmem.measure()"
-            ]
+            return [record.lacks("measured", item, SAVING_MARKER)]
         if self.options.host:
             return []
         texts: list[str | TooFewGpus] = []
@@ -786,11 +830,12 @@ class Run:
         from . import fits, fragmentation
         from .report.fits import fit_failure_text, fragmentation_failure_text
 
-        measured = item.stash.setdefault(RECORD, TestRecord()).measured
+        record = item.stash.setdefault(RECORD, TestRecord())
+        measured = record.measured
         if not measured:
             if plan.gates or plan.savings:  # which say the same
                 return []
-            return [f"nothing was measured: {item.nodeid} has the {rules[0]} marker, but never called mbmem.measure()"]
+            return [record.lacks("measured", item, rules[0])]
         if self.options.host:
             return []
         texts = []
@@ -824,10 +869,7 @@ class Run:
         if not record.measured:
             if plan.measures != [THROUGHPUT_MARKER]:  # the others say the same
                 return []
-            return [
-                f"nothing was measured: {item.nodeid} has the {THROUGHPUT_MARKER} marker, but never called "
-                "mbmem.measure()"
-            ]
+            return [record.lacks("measured", item, THROUGHPUT_MARKER)]
         if self.options.host:
             return []
         module = clean_nodeid(item.nodeid)[0]
@@ -865,9 +907,7 @@ class Run:
         elif not record.measured:
             if plan.measures:  # which say the same
                 return []
-            return [
-                f"nothing was measured: {item.nodeid} has the no_memory_growth marker, but never called mbmem.measure()"
-            ]
+            return [record.lacks("measured", item, "no_memory_growth")]
         elif self.options.host:
             return []
         else:
@@ -977,7 +1017,7 @@ class MeasuringTests:
         plan = item.stash.get(PLAN, None)
         if plan is None or not plan.in_worker or plan.mistake is not None or self.run.worker is not None:
             return None
-        if self.run.options.host:  # skipped in its setup
+        if self.run.options.host or self._undecided(plan) is not None:  # skipped in its setup
             return None
         if item.config.getoption("setuponly", False):  # --setup-only and --setup-plan run no test
             return None
@@ -985,6 +1025,14 @@ class MeasuringTests:
 
         run_in_worker(self.run, item, nextitem)
         return True
+
+    def _undecided(self, plan: Plan) -> Constraint | None:
+        """What a whole test is to prove where no worker can run it, for want of a GPU, real or virtual."""
+        if plan.incompatible is None or not plan.in_worker or self.run.options.machine is not None:
+            return None
+        from .refusals import has_cuda_build
+
+        return None if has_cuda_build() else plan.incompatible
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
@@ -999,6 +1047,8 @@ class MeasuringTests:
             pytest.fail(plan.mistake, pytrace=False)
         if plan.in_worker and self.run.options.host:
             pytest.skip("--mbmem-host: runs recipes that are given to mbmem.measure; this test itself needs a GPU")
+        if (entry := self._undecided(plan)) is not None:
+            pytest.skip(f"{entry.id}: cannot be decided: torch is a CPU build")
 
     @pytest.hookimpl(wrapper=True, trylast=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, object, object]:
@@ -1058,21 +1108,20 @@ class MeasuringTests:
                 raise
             error = raised
         if worker is not None:
-            from .measure.refusal_worker import message_of
+            from .measure.refusal_worker import message_of, passed_megatron
             from .refusals import Raised, judge_body
 
-            said = None if error is None else Raised(type(error).__name__, message_of(error), at="")
+            said = None
+            if error is not None:
+                said = Raised(type(error).__name__, message_of(error), at="", of_megatron=passed_megatron(error))
             try:
                 proof = judge_body(entry, said, worker.tried, real_gpu=self.run.options.machine is not None)
             except UserError as mistake:
-                pytest.fail(f"{item.nodeid}: {mistake}", pytrace=False)
+                raise pytest.fail.Exception(f"{item.nodeid}: {mistake}", pytrace=False) from None
             record.proofs.append(proof)
         elif not record.proofs:
-            pytest.fail(
-                f"nothing was tried: {item.nodeid} has the {INCOMPATIBLE_MARKER} marker, but never called "
-                "mbmem.measure() or mbmem.refuses()",
-                pytrace=False,
-            )
+            calls = "mbmem.measure() or mbmem.refuses()"
+            pytest.fail(record.lacks("tried", item, INCOMPATIBLE_MARKER, calls), pytrace=False)
         for proof in record.proofs:
             _demand(proof)
         return result
@@ -1114,7 +1163,7 @@ class MeasuringTests:
         if call.when == "call":
             from .report.junit import properties
 
-            mine = properties(record.measured, record.sweeps)
+            mine = properties(record.measured, record.sweeps, record.proofs)
             names = {name for name, _ in mine}
             item.user_properties[:] = [p for p in item.user_properties if p[0] not in names] + mine
         report = yield

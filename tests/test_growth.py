@@ -258,6 +258,6 @@ def test_what_a_whole_test_leaves_is_of_the_rank_that_it_built() -> None:
 @pytest.mark.parametrize("off", [{"recompute_granularity": None}, {"recompute_granularity": None, "tp": 1}])
 def test_the_control_may_be_changes_of_what_is_run(off: dict[str, object]) -> None:
     full = RECIPE.but(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-    assert growth_runs._control(full, GrowthRule(control=off)) == RECIPE
+    assert growth_runs.control_of(full, GrowthRule(control=off)) == RECIPE
     with pytest.raises(UserError, match="control and candidate are the same recipe"):
-        growth_runs._control(RECIPE, GrowthRule(control=off))
+        growth_runs.control_of(RECIPE, GrowthRule(control=off))

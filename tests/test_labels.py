@@ -63,3 +63,9 @@ def test_the_set_nearest_above_its_use_counts(tmp_path: Path, monkeypatch: pytes
     )
     monkeypatch.setattr(labels, "_config_source", lambda: source)
     assert (labels.recompute_labels(), labels.offload_labels()) == (("a", "b"), ("c",))
+
+
+def test_settings_are_the_fields_of_megatrons_classes(launcher: Launcher) -> None:
+    names = labels.setting_names()
+    assert {"num_layers", "tensor_model_parallel_size", "q_lora_rank", "nccl_ub", "lr", "cuda_graph_impl"} <= names
+    assert "num_layer" not in names

@@ -5,6 +5,7 @@ The recipes break entries of the real catalogue; one that is wrong on purpose is
 
 from __future__ import annotations
 
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from pytest_mbmem import incompatibilities, refusals
 from pytest_mbmem.incompatibilities import Catalog
 from pytest_mbmem.incompatibilities.catalog import BUILT_IN
+from pytest_mbmem.report.json import load
 
 RECIPES = """
     import pytest
@@ -23,6 +25,7 @@ RECIPES = """
     PP = {"model": MODEL, "training": TRAINING, "memory": OFFLOAD, "parallelism": {"pp": 2}}
     TWO = {**PP, "memory": {**OFFLOAD, "recompute_granularity": "selective"}}
     FINE = {"model": MODEL, "training": TRAINING}
+    EXPERTS = {**FINE, "model": {**MODEL, "moe": {"num_moe_experts": 3}}, "parallelism": {"dp": 4, "ep": 4}}
     """
 
 
@@ -79,6 +82,39 @@ def test_with_mbmem(real_project: pytest.Pytester) -> None:
     def test_silent(mbmem):
         mbmem.measure({**FINE, "memory": {"cpu_offloading_num_layers": 1}})
 
+    @pytest.mark.incompatible("cpu-offload-with-pp")
+    def test_swallowed(mbmem):
+        try:
+            mbmem.measure(FINE)
+        except BaseException:
+            pass
+
+    @pytest.mark.peak_memory("1 GiB")
+    def test_gate_of_a_refused_recipe(mbmem):
+        with pytest.raises(pytest_mbmem.IncompatibleSettings):
+            mbmem.measure(PP)
+
+    @pytest.mark.incompatible("cpu-offload-with-pp")
+    def test_ranks_outside_the_job(mbmem):
+        mbmem.measure(PP, ranks=[99])
+
+    @pytest.mark.incompatible("cpu-offload-with-pp")
+    def test_other_calls_prove_nothing(mbmem):
+        changes = {"cpu_offloading": True, "cpu_offloading_num_layers": 1}
+        pipeline = {**FINE, "parallelism": {"pp": 2}}
+        for call in (
+            lambda: mbmem.compare(pipeline, changes),
+            lambda: mbmem.sweep(pipeline, {"offload": changes}),
+            lambda: mbmem.growth(PP),
+            lambda: mbmem.parity(pipeline, changes),
+        ):
+            with pytest.raises(pytest_mbmem.IncompatibleSettings, match="marker proves what mbmem.measure"):
+                call()
+        mbmem.measure(PP)
+
+    def test_experts_that_have_no_ranks(mbmem):
+        mbmem.refuses(EXPERTS, "moe-experts-not-divisible-by-ep")
+
     def test_refuses_without_id(mbmem):
         mbmem.refuses(PP)
 
@@ -86,10 +122,13 @@ def test_with_mbmem(real_project: pytest.Pytester) -> None:
         mbmem.refuses(PP, "cpu-offload-with-p")
     """
     )
-    result = real_project.runpytest("-rA")
-    passed = ("raised", "caught", "refuses_by_marker", "refuses", "caught_without_marker")
+    result = real_project.runpytest("-rA", "--junitxml=junit.xml", "--mbmem-json=mbmem.json")
+    passed = (
+        *("raised", "caught", "refuses_by_marker", "refuses", "caught_without_marker"),
+        *("other_calls_prove_nothing", "experts_that_have_no_ranks"),
+    )
     result.stdout.fnmatch_lines_random([f"PASSED test_it.py::test_{name}" for name in passed])
-    result.assert_outcomes(passed=len(passed), failed=8)
+    result.assert_outcomes(passed=len(passed), failed=11)
     result.stdout.fnmatch_lines(
         [
             "*_ test_uncaught_without_marker _*",
@@ -106,6 +145,14 @@ def test_with_mbmem(real_project: pytest.Pytester) -> None:
             "*LookupError: the test's own",
             "*_ test_silent _*",
             "*: accepted silently, as documented, so there is no error to prove",
+            "*_ test_swallowed _*",
+            "nothing was tried: *::test_swallowed has the incompatible marker, and mbmem.measure() or mbmem.refuses() "
+            "failed: test_it.py::test_swallowed: the settings do not break cpu-offload-with-pp, *",
+            "*_ test_gate_of_a_refused_recipe _*",
+            "nothing was measured: *::test_gate_of_a_refused_recipe has the peak_memory marker, and every recipe was "
+            "refused: cpu-offload-with-pp",
+            "*_ test_ranks_outside_the_job _*",
+            "*ranks: 99 is not in the job, whose ranks are 0 to 1",
             "*_ test_refuses_without_id _*",
             "*mbmem.refuses(recipe): which constraint the recipe breaks must be said*",
             "*_ test_refuses_unknown _*",
@@ -113,6 +160,16 @@ def test_with_mbmem(real_project: pytest.Pytester) -> None:
         ]
     )
     result.stdout.no_fnmatch_line("*session.py*")  # no traceback
+    headline = "cpu-offload-with-recompute: documentation and code disagree: cpu-offload-with-pp is refused first"
+    cases = {case.get("name"): case for case in ElementTree.parse(real_project.path / "junit.xml").iter("testcase")}
+    properties = [(p.get("name"), p.get("value")) for p in cases["test_another_is_refused_first"].iter("property")]
+    assert properties == [
+        ("mbmem_proof_verdict[cpu-offload-with-recompute]", "documentation and code disagree"),
+        ("mbmem_proof_headline[cpu-offload-with-recompute]", headline),
+    ]
+    proofs = {test.id: test.proofs for test in load(real_project.path / "mbmem.json").tests.values()}
+    assert [proof["headline"] for proof in proofs["test_it.py::test_another_is_refused_first"]] == [headline]
+    assert [proof["verdict"] for proof in proofs["test_it.py::test_refuses"]] == ["refused as documented"]
 
 
 def test_a_whole_test_in_a_worker(real_project: pytest.Pytester) -> None:
@@ -138,7 +195,7 @@ def test_a_whole_test_in_a_worker(real_project: pytest.Pytester) -> None:
 
     @pytest.mark.incompatible("cpu-offload-with-pp")
     def test_another_error():
-        raise ValueError("something else")
+        raise ValueError("Currently there is no support for Pipeline parallelism with CPU offloading")
 
     @pytest.mark.incompatible("cpu-offload-with-pp")
     def test_not_broken(megatron_model):
@@ -161,10 +218,10 @@ def test_a_whole_test_in_a_worker(real_project: pytest.Pytester) -> None:
             "  documented: ValueError at configuration: Currently there is no support for Pipeline parallelism *",
             "  happened:   accepted: the test's body came to its end",
             "*_ test_another_error _*",
-            "cpu-offload-with-pp: documentation and code disagree: the message has changed",
-            "  happened:   ValueError: something else",
+            "cpu-offload-with-pp: documentation and code disagree: ValueError did not come from Megatron Core",
+            "  happened:   ValueError: Currently there is no support for Pipeline parallelism with CPU offloading",
             "*_ test_not_broken _*",
-            "*the settings do not break cpu-offload-with-pp*",
+            "test_it.py::test_not_broken: the settings do not break cpu-offload-with-pp*",
         ]
     )
 
@@ -180,6 +237,10 @@ def test_a_whole_test_in_a_worker(real_project: pytest.Pytester) -> None:
             '@pytest.mark.peak_memory("1 GiB")\n@pytest.mark.incompatible("cpu-offload-with-pp")',
             "incompatible says that nothing runs, so that peak_memory has nothing to judge*",
         ),
+        (
+            '@pytest.mark.incompatible("cpu-offload-with-pp")\n@pytest.mark.incompatible("cpu-offload-with-recompute")',
+            "incompatible: cpu-offload-with-recompute, cpu-offload-with-pp: Megatron Core can refuse for one of them *",
+        ),
     ],
 )
 def test_a_wrong_marker_is_an_error_of_its_module(project: pytest.Pytester, marks: str, message: str) -> None:
@@ -187,6 +248,41 @@ def test_a_wrong_marker_is_an_error_of_its_module(project: pytest.Pytester, mark
     result = project.runpytest()
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"test_it.py::test_x: {message}"])
+
+
+def test_a_marker_of_a_test_stands_before_that_of_its_class(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        """
+    import pytest
+
+    @pytest.mark.incompatible("cpu-offload-with-pp")
+    class TestIt:
+        @pytest.mark.incompatible("cpu-offload-with-recompute")
+        def test_nothing_tried(self, mbmem):
+            pass
+    """
+    )
+    project.runpytest("--collect-only").stdout.fnmatch_lines(["*1 test collected*"])
+
+
+def test_a_unittest_keeps_what_is_raised_to_itself(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        """
+    import unittest
+
+    import pytest
+
+    @pytest.mark.incompatible("cpu-offload-with-pp")
+    class TestIt(unittest.TestCase):
+        def test_x(self):
+            pass
+    """
+    )
+    result = project.runpytest()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["test_it.py::TestIt::test_x: incompatible: unittest keeps to itself what a TestCase *"]
+    )
 
 
 def test_on_the_host_only_configurations_are_proved(
@@ -204,12 +300,22 @@ def test_on_the_host_only_configurations_are_proved(
     @pytest.mark.incompatible("of-a-run")
     def test_run(mbmem):
         mbmem.measure(PP)
+
+    @pytest.mark.incompatible("cpu-offload-with-pp")
+    def test_whole():
+        raise SystemError("not reached")
     """
     )
-    for options in ((), ("--mbmem-host",)):
+    whole = {
+        (): "cpu-offload-with-pp: cannot be decided: torch is a CPU build",
+        ("--mbmem-host",): "--mbmem-host: runs recipes *",
+    }
+    for options, reason in whole.items():
         result = host_project.runpytest("-rs", *options)
-        result.assert_outcomes(passed=1, skipped=1)
-        result.stdout.fnmatch_lines(["SKIPPED*of-a-run: cannot be decided: torch is a CPU build"])
+        result.assert_outcomes(passed=1, skipped=2)
+        result.stdout.fnmatch_lines(
+            ["SKIPPED*of-a-run: cannot be decided: torch is a CPU build", f"SKIPPED*: {reason}"]
+        )
 
 
 def test_on_a_gpu(gpu_project: pytest.Pytester) -> None:

@@ -265,7 +265,7 @@ def test_controls_of_one_name_are_two_controls_and_equal_rules_one(project: pyte
         """
     @pytest.mark.memory_saving(PLAIN.but(name="same"), at_least="10 MiB")
     @pytest.mark.memory_saving(PLAIN.but(name="same"), at_least="10 MiB")
-    @pytest.mark.memory_saving(PLAIN.but(name="same", recompute_modules=["moe", "a"]), at_least="10 MiB")
+    @pytest.mark.memory_saving(PLAIN.but(name="same", recompute_modules=["moe", "mlp"]), at_least="10 MiB")
     def test_x(mbmem):
         mbmem.measure(SAVING)
 """,

@@ -19,8 +19,7 @@ OF_NO_CLASS = {
     # sizes of tokens, batches and the job, and what the package assumes
     "model": {"vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings"},
     "model.moe": {"overload"},
-    "parallelism": {"dp"},
-    "training": {"global_batch_size", "steps"},
+    "training": {"steps"},
     # arguments of Megatron's model
     "model ": {"share_embeddings_and_output_weights", "moe"},
 }
@@ -65,7 +64,7 @@ def test_settings_are_plain_data_and_the_recipe_s_values(recipe: Recipe) -> None
     assert json.loads(json.dumps(found)) == found
     derived = {"bf16", "fp16", "gated_linear_unit", "activation_func", "multi_latent_attention", "grad_reduce_in_fp32"}
     derived |= {"fine_grained_activation_offloading", "pipeline_model_parallel_layout", "cpu_offloading_num_layers"}
-    derived |= {"optimizer_offload_fraction"}
+    derived |= {"optimizer_offload_fraction", "global_batch_size"}
     for name in found.keys() & KEYS.keys() - derived - {"NCCL_GRAPH_REGISTER"}:
         value = attrgetter(KEYS[name])(recipe)
         assert found[name] == (list(value) if isinstance(value, tuple) else value), name

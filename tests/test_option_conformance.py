@@ -13,10 +13,12 @@ from pytest_mbmem.incompatibilities import catalog, installed
 from pytest_mbmem.incompatibilities.catalog import Entry
 from pytest_mbmem.megatron_settings import settings
 from pytest_mbmem.recipe import Recipe
+from pytest_mbmem.report.json import load
 
 NOT_IMPORTED = "raise SystemError('a module of tests was imported')"
 
 WRONG_CATALOG = """\
+documented: ">=0.16"
 defaults: {num_layers: 4, hidden_size: 64, num_attention_heads: 4, cpu_offloading: false, cpu_offloading_num_layers: 0,
   alloc_conf: ""}
 terms: {}
@@ -80,6 +82,9 @@ def pytest_configure(config):
     made = Catalog(Path(__file__).with_name("catalog.yaml"))
     patch.setattr(incompatibilities, "catalog", lambda: made)
     config.add_cleanup(patch.undo)
+
+def pytest_itemcollected(item):
+    assert item.obj is None or callable(item.obj)  # as hooks may ask any of pytest's own
 """
 
 
@@ -118,7 +123,9 @@ def test_the_real_catalogue_agrees_with_the_installed_versions(real_project: pyt
 
 
 def test_disagreements_fail_with_both_texts_and_the_rest_is_skipped_by_name(wrong_project: pytest.Pytester) -> None:
-    result = wrong_project.runpytest("--mbmem-conformance", "-rs", "--junitxml=junit.xml")
+    result = wrong_project.runpytest(
+        "--mbmem-conformance", "-rs", "--junitxml=junit.xml", "--mbmem-json=mbmem.json", "--mbmem-html=mbmem.html"
+    )
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.assert_outcomes(passed=1, failed=3, skipped=2)
     result.stdout.fnmatch_lines(
@@ -145,6 +152,11 @@ def test_disagreements_fail_with_both_texts_and_the_rest_is_skipped_by_name(wron
     assert cases["changed"].find("failure") is not None
     properties = {p.get("name"): p.get("value") for p in cases["as-it-is"].iter("property")}
     assert properties["mbmem_verdict"] == "refused as documented"
+    proofs = {test.id: test.proofs for test in load(wrong_project.path / "mbmem.json").tests.values()}
+    headline = "changed: documentation and code disagree: the message has changed"
+    verdict = {"id": "changed", "verdict": "documentation and code disagree", "headline": headline}
+    assert proofs["mbmem-conformance::changed"] == [verdict]
+    assert headline in (wrong_project.path / "mbmem.html").read_text()
 
 
 def test_selecting(wrong_project: pytest.Pytester) -> None:
@@ -167,6 +179,25 @@ def test_tests_run_too_where_their_paths_are_named(wrong_project: pytest.Pyteste
     select = ("--mbmem-conformance", "-k", "test_x or as-it-is")
     wrong_project.runpytest(*select).assert_outcomes(passed=1, deselected=5)
     wrong_project.runpytest(*select, "test_it.py").assert_outcomes(passed=2, deselected=5)
+
+
+def test_gates_beside_it_are_no_constraints(project: pytest.Pytester) -> None:
+    project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.peak_memory(limit="1 MiB")
+        def test_bad(mbmem):
+            mbmem.measure("recipe.yaml")
+
+        @pytest.mark.peak_memory(limit="1 GiB")
+        def test_good(mbmem):
+            mbmem.measure("recipe.yaml")
+        """
+    )
+    result = project.runpytest("--mbmem-conformance", "test_it.py", "-k", "test_bad or test_good")
+    result.assert_outcomes(passed=1, failed=1, deselected=len(catalog()))
+    result.stdout.no_fnmatch_line("mbmem conformance: *")
 
 
 def test_with_xdist(wrong_project: pytest.Pytester) -> None:

@@ -15,7 +15,7 @@ from pytest_mbmem.incompatibilities import Catalog
 from pytest_mbmem.incompatibilities.catalog import Construction
 from pytest_mbmem.measure.host import HostLauncher
 from pytest_mbmem.measure.workers import CallResult, Workers
-from pytest_mbmem.recipe import Model, Parallelism, Recipe, Training
+from pytest_mbmem.recipe import Model, Moe, Parallelism, Recipe, Training
 from pytest_mbmem.refusals import Proof, Raised, judge_body, prove
 
 
@@ -28,6 +28,7 @@ def constraint(id: str, forbids: str, outcome: dict[str, Any], **more: Any) -> d
 REFUSED = {"raises": "ValueError", "message": "no pipeline", "at": "configuration"}
 
 CATALOG = {
+    "documented": ">=0.16",
     "defaults": {
         "num_layers": 4,
         "hidden_size": 64,
@@ -177,6 +178,30 @@ def test_a_recipe_that_is_accepted_names_the_ranks_that_trained() -> None:
     assert "accepted: ranks 0, 1 trained 2 steps" in proof.explain()
 
 
+def test_ranks_of_an_impossible_recipe_are_tried_all_the_same() -> None:
+    """Three experts cannot be shared out over four ranks, so that no rank has any to tell it from others."""
+    moe = Moe(num_moe_experts=3)
+    recipe = RECIPE.but(moe=moe, pp=1, dp=4, ep=4)
+    for ranks, tried in {"distinct": [0], "all": [0], (3, 1): [1, 3]}.items():
+        launcher = workers(ACCEPTED, ACCEPTED, ACCEPTED)
+        prove(launcher, recipe, incompatibilities.catalog()["dropout"], ranks=ranks)  # type: ignore[arg-type]
+        asked = launcher._answers.asked  # type: ignore[attr-defined]
+        assert [arguments["rank"] for name, arguments, _ in asked if name == "attempt"] == tried
+
+
+@pytest.mark.parametrize("ranks", [[99], "x", [], [0, 0]])
+def test_wrong_ranks_are_refused_before_anything_is_tried(ranks: Any) -> None:
+    with pytest.raises(UserError, match=r"^ranks"):
+        prove(workers(), RECIPE, incompatibilities.catalog()["pp-odd"], ranks=ranks)
+
+
+def test_what_has_no_end_is_no_error_that_appeared() -> None:
+    endless = CallResult(failure="timeout", message="no answer")
+    recipe = RECIPE.but(num_layers=4, pp=1)
+    proof = prove(workers(ACCEPTED, endless), recipe, incompatibilities.catalog()["silent"])
+    assert proof.headline == "silent: cannot be decided: no end within 10 s"
+
+
 def test_on_the_host_only_configurations_are_tried() -> None:
     catalog = incompatibilities.catalog()
     refused = prove(workers(raised("ValueError", "no pipeline"), kind=HostLauncher), RECIPE, catalog["pp-odd"])
@@ -234,6 +259,8 @@ def test_a_body_without_a_recipe_is_judged_by_its_error_alone() -> None:
         "no": "documentation and code disagree",
     }.items():
         assert judge_body(entry, Raised("ValueError", message, ""), None, real_gpu=False).verdict == verdict
+    own = judge_body(entry, Raised("ValueError", "no pipeline", "", of_megatron=False), None, real_gpu=False)
+    assert own.headline == "pp-odd: documentation and code disagree: ValueError did not come from Megatron Core"
     assert "the test's body came to its end" in judge_body(entry, None, None, real_gpu=False).explain()
     with pytest.raises(UserError, match="do not break pp-odd"):
         judge_body(entry, None, RECIPE.but(pp=1), real_gpu=False)

@@ -132,8 +132,10 @@ class Catalog(Mapping[str, Entry]):
     def __init__(self, path: Path = BUILT_IN) -> None:
         self.path = path
         data, self._lines = read_yaml(path)
-        if not isinstance(data, Mapping) or set(data) != {"defaults", "terms", "constraints"}:
-            raise UserError(f"{path}: must hold the keys defaults, terms and constraints")
+        if not isinstance(data, Mapping) or set(data) != {"documented", "defaults", "terms", "constraints"}:
+            raise UserError(f"{path}: must hold the keys documented, defaults, terms and constraints")
+        where = f"{path}:{self._lines['documented']}: documented"
+        self.documented = _versions({"megatron-core": data["documented"]}, where)
         if not isinstance(data["constraints"], list):
             raise UserError(f"{path}: constraints: {show(data['constraints'])} is not a list")
         self.defaults: Mapping[str, Any] = _mapping(data["defaults"], f"{path}: defaults")

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from ..labels import setting_names
 from ..megatron_settings import KEYS, settings
-from ..validation import did_you_mean
+from ..validation import nearest
 from . import broken, catalog
 from .catalog import Catalog, Entry, Judged, Outcome, Stage
 
@@ -54,9 +55,20 @@ def notes_text(recipe: Recipe, versions: Mapping[str, str]) -> str:
         ("good to know", f"{entry.id}: {entry.why} {entry.instead}")
         for entry in broken(found, versions, judged="advice")
     ]
+    if not catalog().documented.hold(versions):
+        rows.append(("not documented", f"megatron-core {versions['megatron-core']}; known are {catalog().documented}"))
     rows += [("not measured yet", reason) for reason in recipe.not_yet()]
     rows += [
-        ("not judged", f"megatron.{name}: no constraint asks for it; {did_you_mean(name, known)}".rstrip("; "))
+        ("not judged", f"megatron.{name}: no constraint asks for it") for name in recipe.megatron if name not in known
+    ]
+    return "\n".join(_rows(rows))
+
+
+def unknown_text(recipe: Recipe) -> str:
+    """The settings of `recipe.megatron` that the installed Megatron Core does not have; empty if it has all."""
+    known = setting_names()
+    rows = [
+        ("unknown", f"megatron.{name}: the installed Megatron Core has no such setting{nearest(name, known)}")
         for name in recipe.megatron
         if name not in known
     ]
@@ -117,13 +129,13 @@ def list_text(catalog: Catalog) -> str:
 def entry_text(entry: Entry) -> str:
     """All that is known of a constraint."""
     rows = [
-        ("forbids", entry.forbids.text),
-        *[("with", f"{name} = {entry.catalog.terms[name].text}") for name in _terms(entry)],
-        ("holds for", str(entry.versions) or "all versions"),
-        *[(_versions_of(outcome), _outcome_text(outcome)) for outcome in entry.outcomes],
         ("why", entry.why),
         ("instead", entry.instead),
+        *[(_versions_of(outcome), _outcome_text(outcome)) for outcome in entry.outcomes],
+        ("holds for", str(entry.versions) or "all versions"),
         ("source", entry.source),
+        ("forbids", entry.forbids.text),
+        *[("with", f"{name} = {entry.catalog.terms[name].text}") for name in _terms(entry)],
     ]
     if entry.judged == "built":
         rows.append(("judged", "by the built model: a measurement says what has no effect"))

@@ -54,6 +54,11 @@ def largest(numbers: Collection[int]) -> int:
     return max(numbers, default=0)
 
 
+def first(numbers: Sequence[int]) -> int:
+    """The first of some numbers; 0 for none."""
+    return numbers[0] if numbers else 0
+
+
 def older(version: str, than: str) -> bool:
     """Whether a package is not installed (no version), or has a version below the second one."""
     return not version or Version(version) < Version(than)
@@ -85,7 +90,7 @@ def _stages(layout: Any) -> Sequence[Sequence[str]]:
 
 
 _FUNCTIONS: tuple[Callable[..., Any], ...] = (
-    *(len, as_list, is_number, is_text, any_of, all_of, all_divisible, largest, older),
+    *(len, as_list, is_number, is_text, any_of, all_of, all_divisible, largest, first, older),
     *(layout_stages, layout_layers, stage_layers),
 )
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {function.__name__: function for function in _FUNCTIONS}

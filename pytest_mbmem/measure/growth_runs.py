@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import incompatibilities
 from ..compare import matched
 from ..errors import MeasurementFailed, OutOfMemory, Refused, UserError
 from ..growth import (
@@ -42,7 +43,7 @@ def measure_growth(
     if problem := launcher.cannot_run_alone(recipe):
         raise UserError(f"{MARKER}: each rank runs alone, and {problem}")
     chosen = rank_choice.chosen(recipe, ranks)
-    control = _control(recipe, rule)
+    control = control_of(recipe, rule)
     pair = rule.microbatches or microbatch_pair(recipe)
     stages = recipe.parallelism.pp
     if pair[0] < stages:
@@ -70,12 +71,17 @@ def measure_growth(
     return Growth(tuple(grown), rule.slack, name)
 
 
-def _control(recipe: Recipe, rule: GrowthRule) -> Recipe | None:
+def control_of(recipe: Recipe, rule: GrowthRule) -> Recipe | None:
+    """The recipe whose retained memory is no finding; None: there is none.
+
+    Raises `UserError` for one that differs in more than memory settings or breaks documented constraints.
+    """
     if rule.control is None:
         return default_control(recipe)
     source = f"{MARKER}(control=...)"
     given = rule.control
     control = given if isinstance(given, Recipe) else changed(recipe, given, source)
+    incompatibilities.check(control, source)
     matched(control, recipe, None, source, remedy="Make them equal")
     return control
 

@@ -66,19 +66,24 @@ def chosen(recipe: Recipe, ranks: Ranks) -> list[Rank]:
 
     Raises `UserError` for a rank outside the job, one named twice, or none.
     """
-    world = recipe.world_size
-    if ranks == "all":
-        return [at(recipe, rank) for rank in range(world)]
+    check(recipe, ranks)
     if ranks == "distinct":
         return _distinct(recipe)
+    return [at(recipe, rank) for rank in (range(recipe.world_size) if ranks == "all" else sorted(ranks))]
+
+
+def check(recipe: Recipe, ranks: Ranks) -> None:
+    """Raise `UserError` for a rank outside the job, one named twice, or none. Any recipe has a size, if not ranks."""
+    if ranks in ("all", "distinct"):
+        return
     if isinstance(ranks, str) or not ranks or any(isinstance(r, bool) or not isinstance(r, int) for r in ranks):
         raise UserError(f'ranks={ranks!r}: allowed are "distinct", "all", or a list of rank numbers')
+    world = recipe.world_size
     for rank in ranks:
         if not 0 <= rank < world:
             raise UserError(f"ranks: {rank} is not in the job, whose ranks are 0 to {world - 1}")
     if len(set(ranks)) != len(ranks):
         raise UserError(f"ranks={list(ranks)!r} names a rank twice")
-    return [at(recipe, rank) for rank in sorted(ranks)]
 
 
 def _distinct(recipe: Recipe) -> list[Rank]:

@@ -6,6 +6,8 @@ is how far Megatron got (configuration, model, capture, run), `where` the module
 
 from __future__ import annotations
 
+import re
+import sys
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -77,6 +79,21 @@ def message_of(error: BaseException) -> str:
     return "" if any(isinstance(argument, torch.Tensor) for argument in error.args) else str(error)
 
 
+def passed_megatron(error: BaseException) -> bool:
+    """Whether it went through Megatron's code, or is Python's for arguments that one of its classes does not have."""
+    if any(module.startswith("megatron.") for module, _ in _frames(error)):
+        return True
+    called = re.match(r"(\w+)\.__init__\(\) ", message_of(error)) if isinstance(error, TypeError) else None
+    return called is not None and any(
+        name.startswith("megatron.") and called[1] in vars(module) for name, module in list(sys.modules.items())
+    )
+
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    """Module and line, the one that raised last."""
+    return [(str(f.f_globals.get("__name__")), line) for f, line in traceback.walk_tb(error.__traceback__)]
+
+
 def _configure(recipe: Recipe) -> None:
     for make in (configs.transformer_config, configs.ddp_config, configs.optimizer_config):
         make(recipe)
@@ -89,13 +106,15 @@ class _Progress:
         self.at = "configuration"
 
     def answer(self, function: Callable[[], object]) -> dict[str, Any]:
-        """What the function raised."""
+        """What the function raised. What did not come from Megatron is raised again: a trial that broke."""
         try:
             function()
         except (UserError, Refused) as error:
             return {"raised": None, "own": str(error)}
         except Exception as error:
-            frames = [(frame.f_globals["__name__"], line) for frame, line in traceback.walk_tb(error.__traceback__)]
+            if not passed_megatron(error):
+                raise
+            frames = _frames(error)
             captures = any(module.startswith(_CAPTURE) for module, _ in frames)
             raised = {
                 "type": type(error).__name__,

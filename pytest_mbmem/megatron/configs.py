@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any, TypeVar
@@ -17,6 +18,17 @@ from megatron.core.transformer.enums import AttnBackend
 from ..megatron_settings import added, ddp_settings, optimizer_settings, transformer_settings
 from ..recipe import Recipe
 from ..validation import BadKey, nearest, show
+
+_PLAIN: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "bool": ((bool,), "true or false"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "str": ((str,), "text"),
+}
+"""Names of plain types, what a value of them may be in YAML, and that in words."""
+
+_PLAIN_TYPE = re.compile(r"<class '(bool|int|float|str)'>|typing\.Optional\[(bool|int|float|str)\]")
+"""A field's type in words, of which values are judged here; those of others are Megatron's to judge."""
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}  # "torch.bfloat16", ...
@@ -99,3 +111,8 @@ def _check_names(recipe: Recipe) -> None:
             raise BadKey(f"megatron.{name}", f"{problem} (megatron-core {version('megatron-core')})")
         if any(word in known[name] for word in ("Callable", "ContextManager", "RecipeConfig")):
             raise BadKey(f"megatron.{name}", "takes an object of Python, which a recipe cannot hold")
+        value, plain = recipe.megatron[name], _PLAIN_TYPE.fullmatch(known[name])
+        if plain and value is not None:
+            types, words = _PLAIN[plain[1] or plain[2]]
+            if type(value) not in types:
+                raise BadKey(f"megatron.{name}", f"{show(value)} is not {words}")

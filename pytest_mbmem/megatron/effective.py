@@ -183,10 +183,13 @@ def _offload(model: LiveModel, built: _Built) -> Iterator[Effect]:
         stay = f"tensors of fewer than {offload.FEWEST_ELEMENTS} elements stay"
         none = f"cpu_offloading_num_layers {config.cpu_offloading_num_layers}: no layer is offloaded"
         yield Effect("memory.cpu_offloading", layers > 0, layers, stay if layers else none)
-    stay = f"tensors of fewer than {memory.min_offloaded_tensor_size} elements (min_offloaded_tensor_size) stay"
+    smallest = memory.min_offloaded_tensor_size
+    stay = f"tensors of fewer than {smallest} elements (min_offloaded_tensor_size) stay" if smallest > 1 else ""
+    recomputed = any(attention.checkpoint_core_attention for attention in built.of(Attention))
     for label in memory.offload_modules:
         if label in _OFFLOAD:
-            yield _OFFLOAD[label].effect(f"memory.offload_modules {label!r}", built, stay)
+            hint = "its tensors are recomputed (recompute_modules)" if recomputed and label == "core_attn" else stay
+            yield _OFFLOAD[label].effect(f"memory.offload_modules {label!r}", built, hint)
     if memory.optimizer_cpu_offload:
         parts = [part.optimizer for part in getattr(model.optimizer, "chained_optimizers", [model.optimizer])]
         on_host = sum(len(p.gpu_params_map_cpu_copy) for p in parts if isinstance(p, HybridDeviceOptimizer))

@@ -110,7 +110,12 @@ def _badge(verdict: str) -> str:
 def _test(number: int, test: TestResult) -> str:
     verdicts = list(dict.fromkeys(row.verdict for row in rows_of(test)))
     body = "".join(
-        [*(_measured(test, m) for m in test.measured), *map(_sweep, test.sweeps), *map(_growth, test.growths)]
+        [
+            *(_measured(test, m) for m in test.measured),
+            *map(_sweep, test.sweeps),
+            *map(_growth, test.growths),
+            *(f"<p>{escape(proof['headline'])}</p>" for proof in test.proofs),
+        ]
     )
     body = body or "<p>Nothing was measured.</p>"
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from ..compare import Comparison, Costs
 from ..gates import Judgement
@@ -12,15 +13,20 @@ from ..sweep import Sweep
 from ..throughput import Throughput
 from .results import Judged, Measured
 
+if TYPE_CHECKING:
+    from ..refusals import Proof
 
-def properties(measured: Sequence[Measured], sweeps: Sequence[Sweep] = ()) -> list[tuple[str, object]]:
+
+def properties(
+    measured: Sequence[Measured], sweeps: Sequence[Sweep] = (), proofs: Sequence[Proof] = ()
+) -> list[tuple[str, object]]:
     """Name and value of each figure, in bytes or as text.
 
     Behind a name stand the gate, except for the plain one of the whole run's peak allocated, and the measurement's
     name, if it has one: "mbmem_verdict@reserved[control]". Figures of a memory_saving marker begin with "saving_", with
     a number if there are several of the same figure; those of a sweep's rows end with the row's name. Figures of a fits
     marker begin with "fits_", with the GPU behind them. Figures of a throughput marker begin with "throughput_", with
-    what is judged behind them.
+    what is judged behind them. Those of a proof begin with "proof_" and end with the constraint's id.
     """
     found = [(f"{name}[{m.name}]" if m.name else name, value) for m in measured for name, value in _figures(m)]
     for number, sweep in enumerate(sweeps, 1):
@@ -28,6 +34,8 @@ def properties(measured: Sequence[Measured], sweeps: Sequence[Sweep] = ()) -> li
         for row in sweep:
             label = f"{name}: {row.name}" if name else row.name
             found += [(f"sweep_{figure}[{label}]", value) for figure, value in _compared(row.comparison, row.verdict)]
+    for proof in proofs:
+        found += [(f"proof_verdict[{proof.id}]", proof.verdict), (f"proof_headline[{proof.id}]", proof.headline)]
     return [(f"mbmem_{name}", value) for name, value in found if value is not None]
 
 

@@ -51,6 +51,7 @@ class Reporter:
             result.measured = [Measured.from_json(m, report.nodeid) for m in data.get("measurements", [])]
             result.sweeps = [Sweep.from_json(s, report.nodeid) for s in data.get("sweeps", [])]
             result.growths = [GrowthSummary.from_json(g, report.nodeid) for g in data.get("growths", [])]
+            result.proofs = data.get("proofs", [])
             self._records[report.nodeid] = [Record.from_json(r) for r in data.get("records", [])]
         if report.failed:  # in its teardown, where the call was well
             self._records.pop(report.nodeid, None)

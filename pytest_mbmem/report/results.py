@@ -129,6 +129,7 @@ class TestResult:
     measured: list[Measured] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)  # those of mbmem.compare too, which have one row
     growths: list[GrowthSummary] = field(default_factory=list)  # of its no_memory_growth marker
+    proofs: list[dict[str, str]] = field(default_factory=list)  # of refusals: id, verdict and headline of each
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -139,6 +140,7 @@ class TestResult:
             "measurements": [m.to_json() for m in self.measured],
             "sweeps": [s.to_json() for s in self.sweeps],
             "growths": [g.to_json() for g in self.growths],
+            "proofs": self.proofs,
         }
 
     @classmethod
@@ -150,7 +152,8 @@ class TestResult:
         measured = [Measured.from_json(m, f"{source}: {test}") for m in data["measurements"]]
         sweeps = [Sweep.from_json(s, f"{source}: {test}") for s in data.get("sweeps", ())]
         growths = [GrowthSummary.from_json(g, f"{source}: {test}: growth") for g in data.get("growths", ())]
-        return cls(test, outcome, duration, measured, sweeps, growths)
+        proofs = [dict(read_plain(Mapping[str, str], p, f"{source}: {test}: proof")) for p in data.get("proofs", ())]
+        return cls(test, outcome, duration, measured, sweeps, growths, proofs)
 
 
 @dataclass

@@ -17,6 +17,10 @@ BLOCK = {"recompute_granularity": "full", "recompute_method": "block"}
 MOE = {"num_moe_experts": 4, "add_bias_linear": False}
 MLP = {"recompute_granularity": "selective", "recompute_modules": ["mlp"], "transformer_impl": "local"}
 OFFLOAD = {"fine_grained_activation_offloading": True, "offload_modules": ["core_attn"]}
+SELECTIVE = {"recompute_granularity": "selective", "transformer_impl": "local"}
+PP3 = {"pipeline_model_parallel_size": 3, "pipeline_dtype": "bf16", "num_layers": 6}
+BLOCK_OFFLOAD = "fine-grained-offload-with-block-recompute-in-pipeline"
+NCCL_UB = {"nccl_ub": True, "overlap_grad_reduce": True}
 LAYOUT = "pipeline_model_parallel_layout"
 FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 EMBEDDING, LOSS = "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"
@@ -25,6 +29,10 @@ VPP, TYPE, COEFF = "virtual_pipeline_model_parallel_size", "moe_router_load_bala
 
 def broken_ids(settings: dict[str, Any], versions: dict[str, str]) -> set[str]:
     return {entry.id for entry in catalog().values() if entry.breaks(settings, versions)}
+
+
+def microbatches(count: int) -> dict[str, Any]:
+    return {"global_batch_size": 2 * count, "micro_batch_size": 1, "data_parallel_size": 2}
 
 
 CASES: list[tuple[dict[str, Any], set[str]]] = [
@@ -67,6 +75,31 @@ CASES: list[tuple[dict[str, Any], set[str]]] = [
     ({**BLOCK, "recompute_num_layers": 4, **OFFLOAD}, {"fine-grained-offload-with-full-recompute"}),
     ({**BLOCK, "recompute_num_layers": 4, **OFFLOAD, "mtp_num_layers": 1}, {"recompute-block-with-mtp"}),
     ({**BLOCK, "recompute_num_layers": 3, **OFFLOAD}, set()),
+    # offload by module, where forwards of several microbatches or model chunks come before a backward
+    ({**BLOCK, "recompute_num_layers": 1, **OFFLOAD, **PP2}, set()),
+    ({**BLOCK, "recompute_num_layers": 1, **OFFLOAD, **PP2, LAYOUT: "Et|tttL"}, {BLOCK_OFFLOAD}),
+    (
+        {**BLOCK, "recompute_num_layers": 2, **OFFLOAD, **PP2, "mtp_num_layers": 1},
+        {"recompute-block-with-mtp", BLOCK_OFFLOAD},
+    ),
+    ({**BLOCK, "recompute_num_layers": 1, **OFFLOAD, **PP2, VPP: 2, "num_layers": 8}, {BLOCK_OFFLOAD}),
+    ({**BLOCK, "recompute_num_layers": 1, **OFFLOAD, **PP3}, {BLOCK_OFFLOAD}),
+    ({**BLOCK, "recompute_num_layers": 1, **OFFLOAD, **PP3, **microbatches(3)}, {BLOCK_OFFLOAD}),
+    ({**BLOCK, "recompute_num_layers": 1, **OFFLOAD, **PP3, **microbatches(2)}, set()),
+    ({**SELECTIVE, **OFFLOAD}, {"fine-grained-offload-of-recomputed-core-attn"}),
+    ({**SELECTIVE, **OFFLOAD, "offload_modules": ["attn_proj", "core_attn"], "recompute_modules": []}, set()),
+    # the allocator's settings: what PyTorch has in the end, and the text that Megatron looks for
+    (
+        {**NCCL_UB, "alloc_conf": "expandable_segments:True,expandable_segments:False"},
+        {"nccl-ub-with-expandable-segments"},
+    ),
+    ({**NCCL_UB, "alloc_conf": "expandable_segments:False"}, set()),
+    # groups of experts, rotation, variants of attention
+    ({**MOE, "moe_router_group_topk": 1, "moe_router_num_groups": 2}, set()),
+    ({**MOE, "moe_router_num_groups": 3}, set()),
+    ({**MOE, "moe_router_group_topk": 1, "moe_router_num_groups": 4}, {"moe-groups-with-too-few-experts"}),
+    ({"no_rope_freq": 2}, set()),
+    ({"no_rope_freq": [1, 0]}, {"no-rope-freq-not-fitting-layers"}),
     # dense layers between those with experts
     ({**MOE, **MLP, "moe_layer_freq": 1}, {"recompute-mlp-without-dense-layers"}),
     ({**MOE, **MLP, "moe_layer_freq": [1, 1, 1, 1]}, {"recompute-mlp-without-dense-layers"}),
@@ -150,6 +183,38 @@ def test_without_transformer_engine_old_versions_fail_in_asking_for_it(
 )
 def test_what_one_stage_makes_of_a_split(settings: dict[str, Any], error: str) -> None:
     assert raised("pp-split-without-pp", settings, OLD) == error
+
+
+@pytest.mark.parametrize(
+    ("id", "settings", "error"),
+    [
+        ("fine-grained-offload-with-full-recompute", {}, ""),
+        ("fine-grained-offload-with-full-recompute", PP2, "AssertionError"),
+        ("fine-grained-offload-with-full-recompute", {**PP2, **microbatches(1)}, ""),
+        ("fine-grained-offload-with-full-recompute", {**PP2, **microbatches(2)}, "AssertionError"),
+        ("fine-grained-offload-with-full-recompute", {**PP2, "offload_modules": ["moe_act"]}, ""),
+        ("fine-grained-offload-inside-recomputed-moe", {**PP2, VPP: 2}, "AssertionError"),
+        ("param-gather-overlap-without-distributed-optimizer", {**PP2, VPP: 2}, "AssertionError"),
+        ("param-gather-overlap-without-distributed-optimizer", {"data_parallel_size": 2}, ""),
+    ],
+)
+def test_what_a_pipeline_makes_of_it(id: str, settings: dict[str, Any], error: str) -> None:
+    assert raised(id, {**OFFLOAD, **settings}, OLD) == error
+
+
+def test_parameters_are_gathered_without_their_optimizer_in_new_versions() -> None:
+    id = "param-gather-overlap-without-distributed-optimizer"
+    assert raised(id, {"data_parallel_size": 2}, NEW) == "TypeError"
+    assert raised(id, {"data_parallel_size": 1}, NEW) == ""
+
+
+@pytest.mark.parametrize(("impl", "new"), [("local", False), ("transformer_engine", True)])
+def test_graphs_with_text_that_pytorch_takes_back(impl: str, new: bool) -> None:
+    entry = catalog()["cuda-graph-with-expandable-segments"]
+    settings = {"cuda_graph_impl": impl, "alloc_conf": "expandable_segments:True,expandable_segments:False"}
+    assert entry.breaks(settings, OLD)
+    assert entry.breaks(settings, NEW) is new
+    assert not entry.breaks({**settings, "NCCL_GRAPH_REGISTER": "0"}, OLD)
 
 
 def test_graphs_with_expandable_segments_fail_where_their_manager_is_made() -> None:

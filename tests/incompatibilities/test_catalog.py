@@ -13,6 +13,7 @@ from pytest_mbmem.megatron_settings import settings
 from pytest_mbmem.recipe import Recipe
 
 GOOD = """\
+documented: ">=0.16"
 defaults: {cpu_offloading: false, pipeline_model_parallel_size: 1, alloc_conf: "", nccl_ub: false, modules: null}
 terms: {pipelined: pipeline_model_parallel_size > 1}
 constraints:
@@ -52,27 +53,35 @@ def made(tmp_path: Path) -> Catalog:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("cpu_offloading and", "cpu_ofloading and", r":5: offload-with-pp: forbids: unknown setting 'cpu_ofloading'"),
-        ("  why: A", "  because: A", r":10: offload-with-pp: because: unknown key"),
-        ('">=0.16"', '"0.16 or so"', r":6: offload-with-pp: versions: megatron-core: '0.16 or so' is not a version"),
-        ('">=0.16"', "0.16", r":6: offload-with-pp: versions: megatron-core: 0.16 is not a version range"),
+        ("cpu_offloading and", "cpu_ofloading and", r":6: offload-with-pp: forbids: unknown setting 'cpu_ofloading'"),
+        ("  why: A", "  because: A", r":11: offload-with-pp: because: unknown key"),
+        (
+            '{megatron-core: ">=0.16"}',
+            '{megatron-core: "0.16 or so"}',
+            r":7: offload-with-pp: versions: megatron-core: '0.16 or so' is not a version",
+        ),
+        (
+            '{megatron-core: ">=0.16"}',
+            "{megatron-core: 0.16}",
+            r":7: offload-with-pp: versions: megatron-core: 0.16 is not a version range",
+        ),
         (
             '{megatron-core: ">=',
             '{megatron: ">=',
-            r":6: offload-with-pp: versions: 'megatron' is not one of megatron-c",
+            r":7: offload-with-pp: versions: 'megatron' is not one of megatron-c",
         ),
-        ("at: configuration", "at: night", r":8: offload-with-pp: megatron.0.at: 'night' is not one of configuration"),
-        ("pipeline_model_parallel_size < 3", "pp < 3", r":9: offload-with-pp: megatron.1.if: unknown setting 'pp'"),
-        ("needs: [gpu]", "needs: [luck]", r":18: segments: needs: 'luck' is not one of"),
-        ("judged: built", "judged: later", r":16: segments: judged: 'later' is not one of before, built"),
-        ("accepts: nothing}", "accepts: nothing, raises: E}", r":17: segments: megatron.0: .* neither or both"),
+        ("at: configuration", "at: night", r":9: offload-with-pp: megatron.0.at: 'night' is not one of configuration"),
+        ("pipeline_model_parallel_size < 3", "pp < 3", r":10: offload-with-pp: megatron.1.if: unknown setting 'pp'"),
+        ("needs: [gpu]", "needs: [luck]", r":19: segments: needs: 'luck' is not one of"),
+        ("judged: built", "judged: later", r":17: segments: judged: 'later' is not one of before, built"),
+        ("accepts: nothing}", "accepts: nothing, raises: E}", r":18: segments: megatron.0: .* neither or both"),
         ("raises: ValueError, message: no pipelines, ", "raises: ValueError, ", r"megatron.0.message: is missing"),
         ("config: TransformerConfig", "config: Transformer", r"example.config: 'Transformer' is not one of"),
         ("{cpu_offloading: true,", "{cpu_offload: true,", r"example.arguments.cpu_offload: unknown setting; did you"),
-        ("id: segments", "id: offload-with-pp", r":14: offload-with-pp: given before on line 4"),
+        ("id: segments", "id: offload-with-pp", r":15: offload-with-pp: given before on line 5"),
         ("id: segments", "id: Segments!", r"constraint 2 has no id"),
-        ("  source: c\n", "", r":14: segments: source: is missing"),
-        ("pipelined: pipe", "nccl_ub: pipe", r":2: terms.nccl_ub: is the name of a setting or function already"),
+        ("  source: c\n", "", r":15: segments: source: is missing"),
+        ("pipelined: pipe", "nccl_ub: pipe", r":3: terms.nccl_ub: is the name of a setting or function already"),
         ("nccl_ub and exp", "open('x') and exp", r"calls something else than len"),
         ("nccl_ub and exp", "nccl_ub.real and exp", r"Attribute is not possible"),
         ("nccl_ub and exp", "nccl_ub and and exp", r"is not an expression"),
@@ -81,13 +90,14 @@ def made(tmp_path: Path) -> Catalog:
             "[cpu_offloading]",
             r"example.arguments: .* is not a mapping of names",
         ),
-        ("model: {num_layers: 1,", "modell: {num_layers: 1,", r":22: segments: example.recipe: modell: unknown key"),
-        ("accepts: nothing}", "accepts: ''}", r":17: segments: megatron.0.accepts: '' is not a text"),
-        ("accepts: nothing}", "accepts: nothing, at: run}", r":17: segments: megatron.0.at: unknown key"),
-        ("raises: ValueError,", "raises: '',", r":8: offload-with-pp: megatron.0.raises: '' is not a text"),
+        ("model: {num_layers: 1,", "modell: {num_layers: 1,", r":23: segments: example.recipe: modell: unknown key"),
+        ("accepts: nothing}", "accepts: ''}", r":18: segments: megatron.0.accepts: '' is not a text"),
+        ("accepts: nothing}", "accepts: nothing, at: run}", r":18: segments: megatron.0.at: unknown key"),
+        ("raises: ValueError,", "raises: '',", r":9: offload-with-pp: megatron.0.raises: '' is not a text"),
         ("{cpu_offloading: false,", "{1: false, cpu_offloading: false,", r"defaults: .* is not a mapping of names"),
         ("terms: {pipelined", "terms: {1", r"terms: .* is not a mapping of names"),
-        ("constraints:", "limits:", r"must hold the keys defaults, terms and constraints"),
+        ('documented: ">=0.16"', "documented: all", r":1: documented: megatron-core: 'all' is not a version range"),
+        ("constraints:", "limits:", r"must hold the keys documented, defaults, terms and constraints"),
     ],
 )
 def test_a_wrong_entry_is_named_with_line_and_id(tmp_path: Path, old: str, new: str, message: str) -> None:

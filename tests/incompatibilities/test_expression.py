@@ -55,6 +55,7 @@ def test_a_wrong_call_is_refused_when_it_is_read(text: str, problem: str) -> Non
         ("[is_number(number), is_number(modules), is_text(modules), is_text(nothing)]", [True, False, True, False]),
         ("all_divisible([4, 2, 0], number) and not all_divisible([4, 3], number)", True),
         ("largest([1, 3, number]) + largest([])", 3),
+        ("first([1, 3, number]) + first([])", 1),
     ],
 )
 def test_functions(text: str, value: object) -> None:

@@ -51,12 +51,42 @@ def test_a_broken_recipe_is_refused_before_a_process_starts(run: str) -> None:
     assert error.value.ids == ("cpu-offload-with-recompute", "cpu-offload-too-many-layers")
 
 
+@pytest.mark.parametrize(
+    "control", [{"recompute_granularity": "selective"}, OFFLOAD.but(recompute_granularity="selective")]
+)
 @pytest.mark.usefixtures("no_process")
-def test_a_growth_control_is_checked_too() -> None:
-    rule = GrowthRule(control={"recompute_granularity": "selective"})
+def test_a_growth_control_is_checked_too(control: Recipe | dict[str, object]) -> None:
     with pytest.raises(IncompatibleSettings) as error:
-        measure_growth(Launcher(load_gpus()["h100-80gb"]), OFFLOAD, rule)
+        measure_growth(Launcher(load_gpus()["h100-80gb"]), OFFLOAD, GrowthRule(control=control))
     assert error.value.ids == ("cpu-offload-with-recompute",)
+
+
+@pytest.mark.parametrize("marker", ["memory_saving", "no_memory_growth"])
+@pytest.mark.parametrize("control", ['{"recompute_granularity": "selective"}', "BROKEN"])
+@pytest.mark.usefixtures("no_process")
+def test_a_markers_control_is_checked_before_the_recipe_is_measured(
+    pytester: pytest.Pytester, marker: str, control: str
+) -> None:
+    pytester.makepyfile(
+        f"""
+        import pytest
+        from pytest_mbmem import Model, Recipe, Training
+
+        MODEL = Model(num_layers=4, hidden_size=64, num_attention_heads=4)
+        OFFLOAD = Recipe(model=MODEL, training=Training(seq_length=64)).but(
+            cpu_offloading=True, cpu_offloading_num_layers=2
+        )
+        BROKEN = OFFLOAD.but(recompute_granularity="selective")
+
+        @pytest.mark.{marker}(control={control})
+        def test_x(mbmem):
+            mbmem.measure(OFFLOAD)
+        """
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(["*incompatible settings: cpu-offload-with-recompute*"])
+    result.stdout.no_fnmatch_line("*a process was started*")
 
 
 @pytest.mark.usefixtures("no_process")
@@ -92,9 +122,9 @@ def test_added_settings_reach_the_measured_model(launcher: Launcher) -> None:
 @pytest.mark.parametrize(
     ("added", "message"),
     [
-        ({"init_method_std": "big"}, "Megatron Core fails with init_method_std added: TypeError: "),
+        ({"init_method_std": None}, "Megatron Core fails with init_method_std added: TypeError: "),
         ({"xyzzy": 1}, "megatron.xyzzy: no setting of TransformerConfig"),
-        ({"fp8_param": False, "fp4_param": False, "layernorm_epsilon": []}, "Megatron Core "),
+        ({"init_method_std": "big"}, "megatron.init_method_std: 'big' is not a number"),
     ],
 )
 def test_megatron_s_answer_to_an_added_setting_is_a_refusal(

@@ -85,6 +85,10 @@ def test_added_settings_reach_every_class_that_has_them() -> None:
         ({"init_method": "normal"}, r"megatron\.init_method: takes an object of Python, which a recipe cannot hold"),
         ({"autocast_dtype": "fp8"}, r"megatron\.autocast_dtype: 'fp8' is not one of bf16, fp16, fp32, torch\.bfloat16"),
         ({"autocast_dtype": ["bf16"]}, r"megatron\.autocast_dtype: \['bf16'\] is not one of bf16"),
+        ({"bucket_size": "big"}, r"megatron\.bucket_size: 'big' is not a whole number"),
+        ({"bucket_size": True}, r"megatron\.bucket_size: True is not a whole number"),
+        ({"layernorm_epsilon": "a"}, r"megatron\.layernorm_epsilon: 'a' is not a number"),
+        ({"nccl_ub": 1}, r"megatron\.nccl_ub: 1 is not true or false"),
     ],
 )
 def test_what_is_no_setting_of_the_installed_megatron_is_refused(added: dict[str, object], message: str) -> None:
