@@ -19,7 +19,7 @@ from megatron.core.optimizer import OptimizerConfig
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
 from ..errors import Refused, UserError
-from ..megatron import configs, recompute
+from ..megatron import configs, offload, recompute
 from ..megatron.model import live_model
 from ..recipe import Recipe
 from ..virtual_gpu.counters import driver_is_loaded
@@ -95,6 +95,7 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
 
 
 def _configure(recipe: Recipe) -> None:
+    offload.install()  # as a run of the recipe has it
     for make in (configs.transformer_config, configs.ddp_config, configs.optimizer_config):
         make(recipe)
 
