@@ -551,12 +551,10 @@ class Recipe(Part):
 
     def _check_split(self) -> None:
         model, split = self.model, self.parallelism
-        tp = {"parallelism.tp": split.tp}
         repeats = [int(number) for number in re.findall(r"\*(\d+)", split.pipeline_model_parallel_layout)]
         if any(number > model.num_layers for number in repeats):
             problem = f"repeats {max(repeats)} times, with model.num_layers {model.num_layers}"
             raise BadKey("parallelism.pipeline_model_parallel_layout", problem)
-        check_multiple("model.ffn_hidden_size", model.ffn_size, tp)
         channels = model.head_dim if model.mla is None else model.mla.qk_head_dim + model.mla.qk_pos_emb_head_dim
         if self.training.attention_backend == "flash" and (channels % 8 or channels > 256):
             key = "model.kv_channels" if model.mla is None else "model.mla.qk_head_dim"
@@ -566,17 +564,9 @@ class Recipe(Part):
                 f"{model.mla.v_head_dim} is more than the {channels} channels of queries; flash attention takes less"
             )
             raise BadKey("model.mla.v_head_dim", problem)
-        if model.mla is None:
-            # Matters where the groups are fewer than the ranks, which then share a head's channels.
-            channels = 2 * model.query_groups * model.head_dim
-            check_multiple("model.kv_channels", channels, tp, "channels of keys and values")
         if model.moe is None:
             return
         moe = model.moe
-        check_multiple("model.moe.moe_ffn_hidden_size", model.expert_ffn_size, {"parallelism.etp": split.expert_tp})
-        shared = moe.moe_shared_expert_intermediate_size
-        if shared is not None:
-            check_multiple("model.moe.moe_shared_expert_intermediate_size", shared, tp)
         if moe.overload > 1:
             if split.ep == 1:
                 problem = f"{moe.overload:g} needs parallelism.ep of 2 or more; a single rank receives all tokens"
@@ -613,16 +603,10 @@ class Recipe(Part):
         split, training = self.parallelism, self.training
         samples = {"training.micro_batch_size": training.micro_batch_size, "parallelism.dp": split.dp}
         check_multiple("training.global_batch_size", self.global_batch_size, samples)
-        if split.vpp:
-            pp = {"parallelism.pp": split.pp}
-            check_multiple("training.global_batch_size", self.num_microbatches, pp, "microbatches, interleaved by vpp")
         if split.cp > 1:
             check_multiple(
                 "training.seq_length", training.seq_length, {"parallelism.cp": split.cp, "two parts a rank": 2}
             )
-        if split.sequence_parallel:
-            ranks = {"parallelism.tp": split.tp, "parallelism.cp": split.cp}
-            check_multiple("training.seq_length", training.seq_length, ranks)
         if (
             self.model.position_embedding_type == "learned_absolute"
             and training.seq_length > self.max_position_embeddings

@@ -55,6 +55,8 @@ class Raised:
         if outcome is None or self.type != outcome.raises or not self.of_megatron:
             return False
         said, documented = _one_line(self.message), _one_line(outcome.message)
+        if documented.startswith("... "):  # it begins with a value
+            return documented[3:] in said
         return said.startswith(documented) if documented else not said
 
     def __str__(self) -> str:

@@ -143,7 +143,7 @@ def test_a_side_that_fails_is_a_verdict_and_raises_where_a_figure_is_asked_for(p
         ("compare(PLAIN, PLAIN)", "*control and candidate are the same recipe, so there is nothing to compare"),
         ("compare({}, {})", "*control and candidate are changes of settings; one must be a whole recipe"),
         ("compare(PLAIN, {'tpp': 2})", "*'tpp' is not a field of a recipe; did you mean 'tp'?"),
-        ("compare(PLAIN, {'tp': 3})", "*mbmem.compare(): model.ffn_hidden_size: 256 is not a multiple of *"),
+        ("compare(PLAIN, {'tp': 3})", "*mbmem.compare(): incompatible settings: heads-not-divisible-by-tp, *"),
         ("compare(PLAIN, 3)", "*mbmem.compare(3): allowed are a Recipe, the path *"),
         ("compare(PLAIN, 'nowhere.yaml')", "*nowhere.yaml: *"),
         ("compare(PLAIN, SAVING, settings=['tpp'])", "*mbmem.compare(): 'tpp' is no setting of a recipe; *"),
