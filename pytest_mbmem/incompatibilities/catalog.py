@@ -71,7 +71,7 @@ class Outcome:
     versions: Versions
     condition: Expression | None
     raises: str = ""  # name of the exception; empty: accepted
-    message: str = ""  # its text's start
+    message: str = ""  # its text's start, or after "... " what is in it
     at: Stage = "configuration"
     accepts: str = ""  # what happens then
 
