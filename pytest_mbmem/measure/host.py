@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from .. import incompatibilities
 from ..compare import differences_lines, matched
-from ..errors import UserError
+from ..errors import IncompatibleSettings, UserError
 from ..measurement import Device, Failure, HostStep, Measurement
 from ..recipe import Memory, Model, Parallelism, Recipe, Training
 from ..validation import BadKey, show
@@ -366,8 +367,18 @@ class HostLauncher(Workers):
             raise UserError(f"mbmem.parity: precisions={show(precisions)}: allowed are {', '.join(TOLERANCE)}")
         rows: list[ParityRow] = []
         failed: Failure | None = None
+        refused: IncompatibleSettings | None = None
         for precision in dict.fromkeys(precisions):
             small = [shrunk(recipe, precision) for recipe in (control, candidate)]
+            try:
+                for recipe in small:
+                    incompatibilities.check(recipe, f"mbmem.parity: in {precision}")
+            except IncompatibleSettings as error:
+                if not choose:
+                    raise
+                refused = error
+                left_out[precision] = f"{', '.join(error.ids)} (see mbmem explain)"
+                continue
             if small[0] == small[1]:
                 listed = "; ".join(differences_lines(differences))
                 raise UserError(f"mbmem.parity: the host has nothing that this changes: {listed}")
@@ -382,6 +393,8 @@ class HostLauncher(Workers):
             rows += [ParityRow(precision=precision, **fields) for fields in result["rows"]]
         if failed is not None and not rows:  # refused in every precision
             return failed
+        if refused is not None and not rows:
+            raise refused
         return Parity(differences, small[0].world_size, _how(control, small[0]), tuple(rows), left_out)
 
     def _run(self, target: str, arguments: dict[str, Any], small: Recipe) -> dict[str, Any]:

@@ -272,7 +272,7 @@ def test_optimizer_offload_changes_no_number(host_launcher: HostLauncher) -> Non
     assert isinstance(parity, Parity), parity
     assert parity.passed, parity.explain()
     assert {row.precision for row in parity.rows} == {"bf16"}
-    assert "\nfp32 left out: candidate: memory.optimizer_cpu_offload: true with training.precision" in parity.table()
+    assert "\nfp32 left out: optimizer-offload-in-fp32-with-distributed-optimizer (see mbm" in parity.table()
     half = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.5}
     single = GPT.but(precision="fp32")
     alone = host_launcher.parity(single, single.but(**half), ["fp32"])
