@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pytest_mbmem.measure import gpu_launch
+from pytest_mbmem.measure import gpu_launch, nvml
 from pytest_mbmem.measure.gpu_launch import GpuLauncher
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.measure.workers import CallResult
@@ -29,4 +29,5 @@ def share_server(monkeypatch: pytest.MonkeyPatch, launcher: Launcher) -> None:
 
 def stand_ins(monkeypatch: pytest.MonkeyPatch, **description: object) -> None:
     """Describe the GPUs that stand in for real ones (see virtual_gpu/stand_in.py)."""
+    nvml._initialised.cache_clear()  # another test may have taken the variables of the last ones from this process
     monkeypatch.setenv("MBMEM_TEST_STAND_INS", json.dumps(description))
