@@ -172,10 +172,9 @@ def _check(arguments: argparse.Namespace) -> int:
     from .incompatibilities.explain import accepted_text, notes_text, unknown_text
     from .recipe import Recipe
 
-    versions = installed()
     other_version = arguments.megatron_core is not None
-    if other_version:
-        versions["megatron-core"] = _megatron_version(arguments.megatron_core)
+    other = {"megatron-core": _megatron_version(arguments.megatron_core)} if other_version else {}
+    versions = {**installed(), **other}
     status = 0
     for path in arguments.recipes:
         try:

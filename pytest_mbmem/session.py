@@ -120,7 +120,6 @@ class TestRecord:
     growths: list[GrowthSummary] = field(default_factory=list)  # of the no_memory_growth marker
     records: list[Record] = field(default_factory=list)  # what --mbmem-update may write
     proofs: list[Proof] = field(default_factory=list)  # of refusals
-    refused: list[IncompatibleSettings] = field(default_factory=list)  # raised after a proof
     errors: list[Exception] = field(default_factory=list)  # of measuring and proving, which the test may have caught
 
     def withdraw(self) -> None:
@@ -525,7 +524,7 @@ class Run:
         plan = item.stash.get(PLAN, None)
         if plan is not None and plan.incompatible is not None:
             self._prove(item, parsed, plan.incompatible, ranks)
-            raise self._refusal(item, parsed, plan.incompatible)
+            raise self._refusal(parsed, plan.incompatible)
         if plan is not None:
             self._check_controls(item, plan, parsed)
         measurement = self._measure(item, parsed, ranks)
@@ -605,17 +604,15 @@ class Run:
         return proof
 
     @staticmethod
-    def _refusal(item: pytest.Item, recipe: Recipe, entry: Constraint) -> IncompatibleSettings:
+    def _refusal(recipe: Recipe, entry: Constraint) -> IncompatibleSettings:
         """What measuring the recipe raises without the marker; an error of its own for what only a run would tell."""
         from .incompatibilities import check
 
-        error = IncompatibleSettings(f"{entry.id}: {entry.why}", (entry.id,))
         try:
             check(recipe)
-        except IncompatibleSettings as raised:
-            error = raised
-        item.stash[RECORD].refused.append(error)
-        return error
+        except IncompatibleSettings as error:
+            return error
+        return IncompatibleSettings(f"{entry.id}: {entry.why}", (entry.id,))
 
     def _is_about_other_gpus(self, item: pytest.Item, failure: Failure) -> bool:
         """Whether this session's GPU being too small is no matter: the test's fits markers name others alone."""
@@ -1104,7 +1101,8 @@ class MeasuringTests:
         except NotOnHost as other:
             pytest.skip(str(other))
         except Exception as raised:
-            if worker is None and not any(raised is refusal for refusal in record.refused):
+            refused = isinstance(raised, IncompatibleSettings) and any(raised is e for e in record.errors)
+            if worker is None and not refused:  # mbmem.measure refuses after a proof alone
                 raise
             error = raised
         if worker is not None:

@@ -6,11 +6,11 @@ The constraints are data (catalog.yaml). Imports neither torch nor Megatron.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import IncompatibleSettings
+from ..installed import versions_of
 from .catalog import PACKAGES, Catalog, Entry, Judged, Outcome
 
 if TYPE_CHECKING:
@@ -26,19 +26,9 @@ def catalog() -> Catalog:
 
 
 @functools.cache
-def _installed() -> Mapping[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def installed() -> dict[str, str]:
+def installed() -> Mapping[str, str]:
     """Versions of the packages that constraints depend on; those that are not installed are left out."""
-    return dict(_installed())
+    return versions_of(PACKAGES)
 
 
 def broken(

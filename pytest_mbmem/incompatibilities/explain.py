@@ -46,7 +46,7 @@ def accepted_text(recipe: Recipe, versions: Mapping[str, str]) -> str:
 
 def notes_text(recipe: Recipe, versions: Mapping[str, str]) -> str:
     """What is good to know of a recipe, whether it is refused or not; empty if there is nothing."""
-    found, known = settings(recipe), list(catalog().defaults)
+    found, known = settings(recipe), catalog().defaults
     rows = [
         ("a measurement tells", f"{entry.id}: {entry.why} {entry.instead}")
         for entry in broken(found, versions, judged="built")

@@ -5,8 +5,6 @@ Runs in the pytest process, so it imports neither torch nor Megatron.
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +13,7 @@ from typing import Any
 
 from .. import outside, virtual_gpu
 from ..errors import UserError
+from ..installed import versions_of
 from ..measurement import Device, Failure, Measurement, RankMeasurement, read_plain
 from ..oom import Diagnosis
 from ..recipe import Recipe
@@ -258,8 +257,5 @@ def failure_of(result: CallResult, rank: int, doing: str = "") -> Failure:
 
 def versions() -> dict[str, str]:
     """What a measurement depends on, as far as it is installed."""
-    found = {"python": ".".join(platform.python_version_tuple()[:2])}
-    for package in ("torch", "megatron-core", "transformer-engine", "pytest-mbmem"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+    packages = ("torch", "megatron-core", "transformer-engine", "pytest-mbmem")
+    return {"python": ".".join(platform.python_version_tuple()[:2]), **versions_of(packages)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 import sys
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..megatron import configs, offload, recompute
 from ..megatron.model import live_model
 from ..recipe import Recipe
 from ..virtual_gpu.counters import driver_is_loaded
+from .worker import places
 
 _CLASSES: Mapping[str, Any] = {
     made.__name__: made
@@ -81,17 +81,12 @@ def message_of(error: BaseException) -> str:
 
 def passed_megatron(error: BaseException) -> bool:
     """Whether it went through Megatron's code, or is Python's for arguments that one of its classes does not have."""
-    if any(module.startswith("megatron.") for module, _ in _frames(error)):
+    if any(module.startswith("megatron.") for module, _ in places(error)):
         return True
     called = re.match(r"(\w+)\.__init__\(\) ", message_of(error)) if isinstance(error, TypeError) else None
     return called is not None and any(
         name.startswith("megatron.") and called[1] in vars(module) for name, module in list(sys.modules.items())
     )
-
-
-def _frames(error: BaseException) -> list[tuple[str, int]]:
-    """Module and line, the one that raised last."""
-    return [(str(f.f_globals.get("__name__")), line) for f, line in traceback.walk_tb(error.__traceback__)]
 
 
 def _configure(recipe: Recipe) -> None:
@@ -115,7 +110,7 @@ class _Progress:
         except Exception as error:
             if not passed_megatron(error):
                 raise
-            frames = _frames(error)
+            frames = places(error)
             captures = any(module.startswith(_CAPTURE) for module, _ in frames)
             raised = {
                 "type": type(error).__name__,

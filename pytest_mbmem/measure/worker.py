@@ -170,8 +170,7 @@ def refusals(added: Mapping[str, Any] | None = None) -> Iterator[None]:
     except UserError as error:
         raise Refused(str(error)) from None
     except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
-        *_, innermost = traceback.walk_tb(error.__traceback__)
-        refuses = innermost[0].f_globals.get("__name__", "").startswith("megatron.core")
+        refuses = places(error)[-1][0].startswith("megatron.core")
         if not refuses and not (added and _is_megatrons(error)):
             raise
         raise Refused(f"Megatron Core refuses it: {str(error) or type(error).__name__}") from None
@@ -184,10 +183,14 @@ def refusals(added: Mapping[str, Any] | None = None) -> Iterator[None]:
         raise Refused(f"Megatron Core fails with {names} added: {kind}: {error}") from error
 
 
+def places(error: BaseException) -> list[tuple[str, int]]:
+    """Module and line of each frame that an error came through, the one that raised it last."""
+    return [(str(f.f_globals.get("__name__")), line) for f, line in traceback.walk_tb(error.__traceback__)]
+
+
 def _is_megatrons(error: BaseException) -> bool:
     """Whether an error comes from Megatron's code, or from a library that it called."""
-    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    ours_and_its = [name for name in modules if name.startswith(("pytest_mbmem.", "megatron.core"))]
+    ours_and_its = [name for name, _ in places(error) if name.startswith(("pytest_mbmem.", "megatron.core"))]
     return bool(ours_and_its) and ours_and_its[-1].startswith("megatron.core")
 
 
