@@ -122,6 +122,15 @@ class Composition:
 
 
 @dataclass(frozen=True)
+class SegmentMap:
+    """A segment of PyTorch's caching allocator and what lay in it, in the order of addresses."""
+
+    size: int  # bytes
+    small: bool  # of the pool for requests of up to 1 MiB
+    blocks: tuple[tuple[int, int], ...]  # bytes, and an index into `CATEGORIES`; -1: free. They add up to `size`
+
+
+@dataclass(frozen=True)
 class Adapter:
     """The LoRA adapters of one kind on a rank: whether their input is gathered again in backward, and if not, why."""
 
@@ -166,6 +175,7 @@ class RankMeasurement:
     effects: tuple[Effect, ...] = field(default=(), compare=False)  # of equal figures, how they were asked for
     composition: Composition | None = None  # None where this torch's allocator does not tell owners
     segments: int | None = None  # that the caching allocator held at most at a time
+    segments_at_peak: tuple[SegmentMap, ...] = ()  # when allocated bytes were at their highest; small blocks are joined
     outside: Mapping[str, int] = field(default_factory=dict)  # bytes of the device beside PyTorch's (see `outside`)
     # What only a real GPU has:
     device_used: int | None = None  # most bytes that NVML says are gone since before the process began, between phases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ class Reporter:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._results = Results(run.header())
+        self._results = Results(run.header(), started=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"))
         self._records: dict[str, list[Record]] = {}
         self._changes: list[Change] = []
         self._orphans: list[Orphan] = []
@@ -47,6 +48,8 @@ class Reporter:
         result = self._results.tests.setdefault(report.nodeid, TestResult(report.nodeid))
         result.duration += report.duration
         result.outcome = _outcome(report, result.outcome)
+        if report.failed or report.skipped:
+            result.failure = "\n\n".join(filter(None, (result.failure, report.longreprtext)))
         if report.when == "call":
             result.measured = [Measured.from_json(m, report.nodeid) for m in data.get("measurements", [])]
             result.sweeps = [Sweep.from_json(s, report.nodeid) for s in data.get("sweeps", [])]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, cast
 
+from ..diagnosis import Finding
 from ..errors import UserError
 from ..fits import FitJudgement
 from ..fragmentation import FragmentationJudgement
@@ -130,6 +131,9 @@ class TestResult:
     sweeps: list[Sweep] = field(default_factory=list)  # those of mbmem.compare too, which have one row
     growths: list[GrowthSummary] = field(default_factory=list)  # of its no_memory_growth marker
     proofs: list[dict[str, str]] = field(default_factory=list)  # of refusals: id, verdict and headline of each
+    findings: list[Finding] = field(default_factory=list)  # of the diagnosis
+    failure: str = ""  # pytest's text of what failed, in setup, call and teardown; of a skipped test the reason
+    artifacts: list[str] = field(default_factory=list)  # paths of what the failure left: folder, snapshots
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -141,6 +145,9 @@ class TestResult:
             "sweeps": [s.to_json() for s in self.sweeps],
             "growths": [g.to_json() for g in self.growths],
             "proofs": self.proofs,
+            "findings": [dataclasses.asdict(f) for f in self.findings],
+            "failure": self.failure,
+            "artifacts": self.artifacts,
         }
 
     @classmethod
@@ -153,7 +160,12 @@ class TestResult:
         sweeps = [Sweep.from_json(s, f"{source}: {test}") for s in data.get("sweeps", ())]
         growths = [GrowthSummary.from_json(g, f"{source}: {test}: growth") for g in data.get("growths", ())]
         proofs = [dict(read_plain(Mapping[str, str], p, f"{source}: {test}: proof")) for p in data.get("proofs", ())]
-        return cls(test, outcome, duration, measured, sweeps, growths, proofs)
+        findings = [
+            cast(Finding, read_plain(Finding, f, f"{source}: {test}: finding")) for f in data.get("findings", ())
+        ]
+        failure = read_plain(str, data.get("failure", ""), f"{source}: {test}: failure")
+        artifacts = list(read_plain(tuple[str, ...], data.get("artifacts", ()), f"{source}: {test}: artifacts"))
+        return cls(test, outcome, duration, measured, sweeps, growths, proofs, findings, failure, artifacts)
 
 
 @dataclass
@@ -162,10 +174,18 @@ class Results:
 
     header: Mapping[str, str] = field(default_factory=dict)  # what the report header says, by name
     tests: dict[str, TestResult] = field(default_factory=dict)
+    started: str = ""  # in UTC, as in "2026-01-31T12:00:00Z"
+    revision: str = ""  # of the code under test, as its version control or CI names it; empty where that is not known
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, the form of the --mbmem-json file."""
-        return {"schema": SCHEMA, "header": dict(self.header), "tests": [t.to_json() for t in self.tests.values()]}
+        return {
+            "schema": SCHEMA,
+            "header": dict(self.header),
+            "started": self.started,
+            "revision": self.revision,
+            "tests": [t.to_json() for t in self.tests.values()],
+        }
 
     @classmethod
     def from_json(cls, data: Any, source: str) -> Results:
@@ -175,6 +195,9 @@ class Results:
         try:
             tests = [TestResult.from_json(test, source) for test in data["tests"]]
             header = read_plain(Mapping[str, str], data["header"], f"{source}: header")
-            return cls(header, {test.id: test for test in tests})
+            started, revision = (
+                read_plain(str, data.get(key, ""), f"{source}: {key}") for key in ("started", "revision")
+            )
+            return cls(header, {test.id: test for test in tests}, started, revision)
         except (KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{source}: a damaged file of --mbmem-json ({error!r})") from None
