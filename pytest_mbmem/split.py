@@ -21,8 +21,8 @@ SPLIT_CATEGORIES: tuple[str, ...] = (*CATEGORIES, UNALLOCATED)
 _SMALLEST = 200
 """Kept by name is what has at least one part in 200 of the peak: half a percent, a gate's tolerance."""
 
-_MOST_LINES = 6
-"""Of changes, or of parts, that a text names."""
+_MOST_LINES, _FIRST_LINES = 6, 3
+"""Of changes, or of parts, that a text names, and those of them that are to name half of it or more."""
 
 _LEAST = 100
 """A change of less than one part in 100 of the largest is not named in a text."""
@@ -181,11 +181,59 @@ class PeakGrowth:
         first = f"{title} ({format_bytes(self.total, signed=True)}{places}):"
         if not self.changes:
             return [first, "  nothing"]
-        sized = sorted(self.changes, key=lambda change: -abs(change.size))
-        named = [change for change in sized[:_MOST_LINES] if abs(change.size) * _LEAST >= abs(sized[0].size)]
-        cells = [(change.size, change.part, _remark(change)) for change in self.changes if change in named]
-        lines = _named_lines(cells, self.total, signed=True)
+        lines = _named_lines(self.named(), self.total, signed=True)
         return [first, *lines, f"  by category: {categories_text(self.categories(), signed=True)}"]
+
+    def text(self) -> str:
+        """The largest of these on one line, as in "+384.00 MiB activations decoder.layers.*.mlp"; empty without any."""
+        sized = sorted(self.named() if self.changes else (), key=lambda cell: -abs(cell[0]))
+        cells = [(format_bytes(size, True), part.category, _module(part)) for size, part, _ in sized[:_FIRST_LINES]]
+        return "; ".join(" ".join(filter(None, cell)) for cell in cells)
+
+    def named(self) -> list[_Cell]:
+        """What reports name, the most grown first: the largest changes, folded until the first few name half of all."""
+        cells = self._folded()
+        sized = sorted(cells, key=lambda cell: -abs(cell[0]))
+        leading = [cell for cell in sized if (cell[0] > 0) == (self.total >= 0)][:_FIRST_LINES]
+        others = [cell for cell in sized if cell not in leading][: _MOST_LINES - len(leading)]
+        return [cell for cell in cells if cell in (*leading, *others) and abs(cell[0]) * _LEAST >= abs(sized[0][0])]
+
+    def _folded(self) -> list[_Cell]:
+        """The changes as they are, if the first few of them make half of the growth; else those of one module in one,
+        or of the modules that it belongs to."""
+        cells = [(change.size, change.part, _remark(change)) for change in self.changes]
+        deepest = max((change.part.module.count(".") + 1 for change in self.changes), default=0)
+        found = cells
+        for depth in range(deepest, 0, -1):
+            if self._tells_most(found):
+                return found
+            found = _fold(cells, depth)
+        return found if self._tells_most(found) else cells
+
+    def _tells_most(self, cells: Sequence[_Cell]) -> bool:
+        sizes = sorted((abs(size) for size, _, _ in cells if (size > 0) == (self.total >= 0)), reverse=True)
+        return 2 * sum(sizes[:_FIRST_LINES]) >= sum(sizes)
+
+
+_Cell = tuple[int, Part, str]
+"""Of a line: bytes, what they are of, and a remark on it."""
+
+
+def _fold(cells: Iterable[_Cell], depth: int) -> list[_Cell]:
+    """Those of one category and module in one, of whose name `depth` parts count; its line is the largest one's."""
+    found: dict[tuple[str, str], list[_Cell]] = {}
+    for cell in cells:
+        part = cell[1]
+        found.setdefault((part.category, ".".join(part.module.split(".")[:depth])), []).append(cell)
+    folded = []
+    for (_, module), several in found.items():
+        size = sum(size for size, _, _ in several)
+        _, part, remark = max(several, key=lambda cell: abs(cell[0]))
+        if len(several) > 1:
+            remark = f" ({len(several)} places, most of it at)"
+        if size:
+            folded.append((size, replace(part, module=module), remark))
+    return sorted(folded, key=lambda cell: -cell[0])
 
 
 def growth(before: Split, after: Split, places: str = "") -> PeakGrowth:

@@ -238,6 +238,68 @@ def test_a_text_is_short_however_much_changed() -> None:
     assert len(parts_lines(split(more))) <= 12
 
 
+def first_lines(found: PeakGrowth) -> list[int]:
+    """What the first three lines of a text say has grown, in MiB."""
+    return [round(float(line.split()[0])) for line in found.lines()[1:4] if line.split()[0].startswith("+")]
+
+
+@given(
+    st.lists(st.integers(50, 900), min_size=1, max_size=3),
+    st.lists(st.integers(1, 5), max_size=9),
+    st.lists(st.integers(1, 40), max_size=30),
+)
+def test_the_first_three_lines_name_most_of_what_few_parts_grew(
+    few: list[int], many: list[int], less: list[int]
+) -> None:
+    grew = {activations(f"few{n}", f"f{n}.py:1 (g)"): size * MIB for n, size in enumerate(few)}
+    grew |= {activations(f"many{n}", f"f{n}.py:1 (g)"): size * MIB for n, size in enumerate(many)}
+    gone = {activations(f"less{n}", f"f{n}.py:1 (g)"): size * MIB for n, size in enumerate(less)}
+    found = growth(split(BEFORE | gone), split(BEFORE | grew))
+    if found.total >= 0:
+        assert 2 * sum(first_lines(found)) >= sum(few) + sum(many)
+        named = [size for size, _, _ in found.named()]
+        assert named == sorted(named, reverse=True)
+
+
+@given(st.lists(st.integers(1, 20), min_size=4, max_size=40), st.lists(st.integers(1, 3), max_size=9))
+def test_the_many_places_of_a_layer_are_folded_until_the_first_three_lines_name_most(
+    sizes: list[int], less: list[int]
+) -> None:
+    layers = ("attention.qkv", "attention.proj", "mlp.fc1", "mlp.fc2", "norm")
+    grew = {
+        activations(f"decoder.layers.*.{layers[n % len(layers)]}", f"f{n}.py:1 (g)", 24): size * MIB
+        for n, size in enumerate(sizes)
+    }
+    gone = {activations(f"decoder.layers.*.x{n}", f"x{n}.py:1 (g)", 24): size * MIB for n, size in enumerate(less)}
+    found = growth(split(BEFORE | gone), split(BEFORE | grew))
+    lines = found.lines()
+    assert len(lines) <= 9
+    if found.total > 0:
+        net = sum(sizes) - sum(less)
+        assert 2 * sum(first_lines(found)) >= net
+
+
+def test_what_is_gone_does_not_push_what_grew_out_of_the_text() -> None:
+    grew = {activations(f"grew{n}", f"f{n}.py:1 (g)"): size * MIB for n, size in enumerate((450, 190, 190, 170))}
+    gone = {activations(f"gone{n}", f"g{n}.py:1 (g)"): 195 * MIB for n in range(5)}
+    found = growth(split(BEFORE | gone), split(BEFORE | grew))
+    assert first_lines(found) == [450, 190, 190]
+
+
+def test_what_is_folded_says_so_and_where_most_of_it_is() -> None:
+    grew = {activations(f"decoder.layers.*.mlp.fc{n % 2}", f"f{n}.py:1 (g)", 24): (n + 10) * MIB for n in range(10)}
+    found = growth(split(BEFORE), split(BEFORE | grew))
+    assert found.lines()[1:3] == [
+        f"    +75.00 MiB  activations  decoder.layers.*.mlp.fc1 {TIMES} 24 (5 places, most of it at)  f9.py:1 (g)",
+        f"    +70.00 MiB  activations  decoder.layers.*.mlp.fc0 {TIMES} 24 (5 places, most of it at)  f8.py:1 (g)",
+    ]
+    assert found.text() == (
+        f"+75.00 MiB activations decoder.layers.*.mlp.fc1 {TIMES} 24; +70.00 MiB activations decoder.layers.*.mlp.fc0 "
+        f"{TIMES} 24"
+    )
+    assert PeakGrowth(()).text() == ""
+
+
 def test_other_ranks_and_phases_are_said() -> None:
     assert places_text((0, "step-2/backward"), (0, "step-2/backward")) == ""
     assert places_text((0, "build"), (3, "build")) == "rank 3 now, rank 0 then"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -15,11 +16,12 @@ from pytest_mbmem.gates import PeakGate, judge
 from pytest_mbmem.measurement import Composition, Owner
 from pytest_mbmem.report.comparisons import saving_failure_text
 from pytest_mbmem.report.html import page
+from pytest_mbmem.report.junit import properties
 from pytest_mbmem.report.results import Judged, Measured, Results
 from pytest_mbmem.report.terminal import failure_text
 from pytest_mbmem.savings import SavingRule, judge_saving
 
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
 TIMES = "\u00d7"
 Make = Callable[..., Measured]
 MLP = Owner("activations", "decoder.layers.*.mlp", "megatron/core/transformer/mlp.py:88 (forward)", 20)
@@ -163,7 +165,19 @@ def test_what_grew_is_in_the_plain_data_and_comes_back(
 def test_the_page_shows_what_grew(measured: Make, results: Callable[[Mapping[str, list[Measured]]], Results]) -> None:
     after = judged(holding(measured, BEFORE), holding(measured, {**AFTER, Owner("logits", "<b>"): 300 * MIB}))
     text = page(results({"t.py::test_x": [after]}))
-    assert "<pre>what grew (+676.00 MiB):\n    +384.00 MiB  activations" in text
+    assert "Against the baseline: +676.00 MiB</figcaption>" in text
+    assert re.search(r"<td>\+384\.00 MiB<i [^>]+></i><th><span [^>]+></span>activations", text)
     assert "&lt;b&gt;" in text
     passing = judged(holding(measured, AFTER), holding(measured, AFTER))
     assert "what grew" not in page(results({"t.py::test_x": [passing]}))
+
+
+def test_what_grew_is_a_property_of_the_junit_report(measured: Make) -> None:
+    control, after = holding(measured, BEFORE), judged(holding(measured, BEFORE), holding(measured, AFTER))
+    comparison = Comparison(control.measurement, after.measurement, {"memory.x": (1, 2)})
+    after.savings.append(judge_saving(SavingRule("c"), comparison))
+    found = dict(properties([after]))
+    text = f"+384.00 MiB activations decoder.layers.* {TIMES} 20; -8.00 MiB activations decoder.layers.*.mlp {TIMES} 20"
+    assert found["mbmem_growth"] == found["mbmem_saving_growth"] == text
+    same = dict(properties([judged(control, control), judged(measured(GIB), measured(GIB))]))
+    assert "mbmem_growth" not in same

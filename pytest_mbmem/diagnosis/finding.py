@@ -1,11 +1,16 @@
-"""Evidence -> likely cause -> how to confirm it -> what to do next, by the failure tables of NVIDIA's documents.
-
-Imports neither torch nor pytest.
-"""
+"""What a rule concludes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from ..oom import DOCUMENTS as MEMORY
+
+RECOMPUTE = "NVIDIA's Megatron Bridge skill perf-activation-recompute"
+OWN = "pytest-mbmem"
+"""With `MEMORY`, the sources of findings."""
+
+__all__ = ["MEMORY", "OWN", "RECOMPUTE", "Action", "Finding"]
 
 
 @dataclass(frozen=True)
