@@ -5,20 +5,30 @@ make bench
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pytest_mbmem import Model, Parallelism, Recipe, Training, preset
+from pytest_mbmem.gates import PeakGate, judge
 from pytest_mbmem.measure.launch import Launcher, recipe_environment
+from pytest_mbmem.measurement import RankMeasurement, SegmentMap
+from pytest_mbmem.report import html
+from pytest_mbmem.report.results import Judged, Measured, Results, TestResult
 from pytest_mbmem.virtual_gpu.build import ensure_driver
 from pytest_mbmem.virtual_gpu.gpus import load_gpus
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
 
 SMALL = Recipe(
     model=Model(num_layers=12, hidden_size=512, num_attention_heads=8),
@@ -119,6 +129,88 @@ def snapshots(launcher: Launcher) -> None:
             row(f"mbmem {command[0]} of 1,000,000 events", taken, f"{aim}, 2 GB")
 
 
+def made_results(launcher: Launcher, tests: int) -> Results:
+    """As many tests as asked for, each with the 12 ranks of a real measurement and histories of its own."""
+    recipe = SMALL.but(dp=1, pp=12, global_batch_size=48)
+    measurement = launcher.measure(recipe)
+    chance, results = random.Random(0), Results({"device": measurement.device.key})
+    for number in range(tests):
+        test = f"tests/test_models.py::test_model[{number}]"
+        ranks = tuple(_varied(rank, chance) for rank in measurement.ranks)
+        measured = Measured(test, None, dataclasses.replace(measurement, ranks=ranks))
+        measured.judged.append(Judged(judge(PeakGate(limit=2**40), measured.measurement, None, test)))
+        results.tests[test] = TestResult(test, measured=[measured])
+    return results
+
+
+def _varied(rank: RankMeasurement, chance: random.Random) -> RankMeasurement:
+    """With other sizes of each owner and category, as no two recipes have the same."""
+    held = rank.composition
+    assert held is not None
+
+    def share() -> int:
+        return chance.randrange(700_000, 1_300_000)
+
+    def varied(rows: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+        shares = [share() for _ in rows[0]]
+        return tuple(tuple(size * part // 1_000_000 for size, part in zip(row, shares, strict=True)) for row in rows)
+
+    sizes = varied([sizes for _, *sizes in held.timeline])
+    timeline = tuple((point[0], *row) for point, row in zip(held.timeline, sizes, strict=True))
+    at_peaks = varied(held.at_peaks)
+    phases = tuple(
+        dataclasses.replace(figures, peak={**figures.peak, "allocated": sum(row)})
+        for figures, row in zip(rank.phases, at_peaks, strict=True)
+    )
+    composition = dataclasses.replace(held, at_peaks=at_peaks, timeline=timeline)
+    segments = tuple(_segment(segment.blocks, segment.small, share()) for segment in rank.segments_at_peak)
+    return dataclasses.replace(rank, phases=phases, composition=composition, segments_at_peak=segments)
+
+
+def _segment(blocks: Iterable[tuple[int, int]], small: bool, share: int) -> SegmentMap:
+    sized = tuple((size * share // 1_000_000, category) for size, category in blocks)
+    return SegmentMap(sum(size for size, _ in sized), small, sized)
+
+
+def html_report(launcher: Launcher) -> None:
+    """Writing the page of 200 tests, its size, and opening it in Chromium; without one, its size alone."""
+    results = made_results(launcher, 200)
+    start = time.perf_counter()
+    text = html.page(results)
+    row("writing the HTML report of 200 tests of 12 ranks", f"{time.perf_counter() - start:.1f} s", "-")
+    row("its size", f"{len(text.encode()) / 1e6:.2f} MB", "5 MB")
+    path = os.environ.get("MBMEM_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    if path is None:
+        print("opening it: no Chromium found")
+        return
+    from playwright.sync_api import sync_playwright
+
+    with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
+        file = Path(folder, "report.html")
+        file.write_text(text, encoding="utf-8")
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        opening, drawing = zip(*(_open(browser, file) for _ in range(5)), strict=True)
+        browser.close()
+    row("opening it in Chromium", f"{statistics.median(opening):.2f} s", "2 s")
+    row("from there to the first plot of a test", f"{statistics.median(drawing):.2f} s", "-")
+
+
+def _open(browser: Browser, file: Path) -> tuple[float, float]:
+    """Seconds until the page is loaded and can be used, and then until a test's first plot is there."""
+    context = browser.new_context(offline=True)
+    page = context.new_page()
+    opening = seconds(lambda: page.goto(file.as_uri()))
+    opening += seconds(lambda: page.evaluate("new Promise((done) => requestAnimationFrame(() => setTimeout(done)))"))
+
+    def draw() -> None:
+        page.locator("section summary").first.click()
+        page.locator(".plot[data-drawn]").first.wait_for()
+
+    drawing = seconds(draw)
+    context.close()
+    return opening, drawing
+
+
 def main() -> None:
     with tempfile.TemporaryDirectory() as cache:
         row("building the driver, once per torch", f"{seconds(lambda: ensure_driver(Path(cache))):.1f} s", "10 s")
@@ -136,6 +228,7 @@ def main() -> None:
     row("Llama 3 70B, TP4 PP4 VPP5 DP2, batch 32 x 4096, distinct ranks, 3 steps", f"{cost:.1f} s", "45 s on 2 cores")
     history(launcher)
     snapshots(launcher)
+    html_report(launcher)
     launcher.close()
     demo = [sys.executable, str(Path(__file__).parents[1] / "examples" / "demo.py")]
     cost = seconds(lambda: subprocess.run(demo, check=True, capture_output=True))

@@ -17,11 +17,13 @@ bytes (kMinBlockSize), and a large block that has less than 1 MiB left over is n
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from ..measurement import CATEGORIES, Category, Composition, Owner, PhaseFigures, place
 from .stamps import WORKSPACES, Identity, Mode, read_identity, read_stamp
@@ -39,22 +41,37 @@ _Event = Mapping[str, Any]
 Fate = Literal["kept", "freed there", "freed later", "workspace"]
 
 
+class Where(NamedTuple):
+    """Where the run was."""
+
+    module: str
+    mode: Mode | None  # None: without a stamp
+    phase: int  # index of the phase
+    serial: int
+
+
 @dataclass(slots=True)
 class Block:
     """A piece of memory from its allocation to its being freed; `made` and `freed` are indices of events."""
 
     size: int  # as asked for
-    rounded: int  # what the allocator takes at least
     made: int
-    module: str
-    mode: Mode | None  # None: without a stamp
-    phase: int  # index of the phase it was made in
-    serial: int
-    frames: Sequence[Mapping[str, Any]]
-    freed: int = -1
+    freed: int  # the number of events if it is kept
+    where: Where  # it was made
+    event: _Event  # that made it
     fate: Fate = "kept"
     identities: list[Identity] | None = None
-    parts: Sequence[tuple[int, int]] = ()  # its owners, by number, and their bytes
+    parts: Sequence[tuple[int, int]] = ()  # its owners, by number, and their bytes; all of one category
+
+    @property
+    def frames(self) -> Sequence[_Event]:
+        """Of the code that asked for it, the innermost first."""
+        return self.event.get("frames") or ()
+
+    @property
+    def rounded(self) -> int:
+        """Bytes that the allocator takes at least."""
+        return -(-self.size // _BLOCK) * _BLOCK
 
 
 @dataclass
@@ -66,12 +83,14 @@ class History:
     peaks: list[int]  # index of the event after which each phase was at its highest; -1: before its first
     peak: int  # the highest level of all
     peak_event: int
+    segment_events: list[tuple[int, _Event]]  # with their indices
     _points: list[int]  # events of the timeline
     _begins: list[tuple[int, int]]  # the event from which on a phase, by its index, runs
     _events: int = 0
     _owners: list[Owner] = field(default_factory=list)
-    _held: dict[int, list[int]] = field(default_factory=dict)  # event -> bytes by owner
-    _most_rounding: dict[int, int] = field(default_factory=dict)  # event -> bytes
+    _held: dict[int, Mapping[int, int]] = field(default_factory=dict)  # event of a peak -> bytes by owner
+    _most_rounding: dict[int, int] = field(default_factory=dict)  # event of a peak -> bytes
+    _levels: list[list[int]] = field(default_factory=list)  # at the points: bytes by category
 
     @cached_property
     def owners(self) -> list[Owner]:
@@ -91,7 +110,7 @@ class History:
     def at_peak(self) -> dict[Owner, int]:
         """Bytes by owner at the highest level of all, the largest first."""
         owners = self.owners
-        held = {owner: size for owner, size in zip(owners, self._held[self.peak_event], strict=True) if size}
+        held = {owners[number]: size for number, size in self._held[self.peak_event].items() if size}
         held[ROUNDING] = held.get(ROUNDING, 0) + self.peak - sum(held.values())
         return dict(sorted(held.items(), key=lambda pair: -pair[1]))
 
@@ -110,7 +129,9 @@ class History:
         for figures in phases:
             held, most = [0] * len(owners), 0
             if (i := index.get((figures.step, figures.phase))) is not None:
-                held[: len(own)], most = self._held[self.peaks[i]], self._most_rounding[self.peaks[i]]
+                most = self._most_rounding[self.peaks[i]]
+                for number, size in self._held[self.peaks[i]].items():
+                    held[number] = size
             beyond = figures.peak["allocated"] - sum(held)
             held[rounding] += min(beyond, most)
             held[unattributed] += max(0, beyond - most)
@@ -124,18 +145,14 @@ class History:
         )
 
     def _timeline(self, phases: Mapping[tuple[int, str], int]) -> Iterable[tuple[int, ...]]:
-        categories = {name: i for i, name in enumerate(CATEGORIES)}
         begins = iter([*self._begins, (self._events, -1)])
         phase, (coming, following) = -1, next(begins)
-        for event in self._points:
+        for event, level in zip(self._points, self._levels, strict=True):
             while event >= coming:
                 phase = following
                 coming, following = next(begins)
-            sums = [0] * len(CATEGORIES)
-            for owner, size in zip(self.owners, self._held[event], strict=True):
-                sums[categories[owner.category]] += size
             if phase >= 0 and self.phases[phase] in phases:
-                yield phases[self.phases[phase]], *sums
+                yield phases[self.phases[phase]], *level
 
     def _attribute(self) -> None:
         """Find each block's owner, and what all of them held at the events that are asked for."""
@@ -146,43 +163,69 @@ class History:
             found = numbers.setdefault((category, fold(module), line, phase), len(numbers))
             if found == len(names):
                 names.append(set())
+                categories.append(CATEGORIES.index(category))
             names[found].add(module)
             return found
 
+        categories: list[int] = []  # of the owners
         lines = _Lines()
-        with_logits = any(block.module.endswith("output_layer") for block in self.blocks)
+        with_logits = any(block.where.module.endswith("output_layer") for block in self.blocks)
+        phase_names = [*(phase for _, phase in self.phases), ""]  # the last one is -1's
         alike: dict[object, int] = {}  # what decides on an owner -> its number
+        peaks, points = sorted({*self.peaks, self.peak_event}), self._points
+        peaks_before, points_before = _numbers_before(peaks, self._events), _numbers_before(points, self._events)
+        # Changes from one peak to the next, and from one point to the next; after the last ones, what nobody asks for.
+        held: list[Counter[int]] = [Counter() for _ in range(len(peaks) + 1)]
+        rounding = [0] * len(held)
+        levels = [[0] * len(CATEGORIES) for _ in range(len(points) + 1)]
         for block in self.blocks:
-            line = lines.of(block.frames)
-            phase = self.phases[block.phase][1] if block.phase >= 0 else ""
+            where, size = block.where, block.size
+            line = lines.of(block.event.get("frames") or ())
             if block.identities:
-                block.parts = [(number(c, module, line, phase), size) for c, module, size in _identified(block)]
-                continue
-            key = (block.module, block.mode, block.phase, block.fate, line)
-            if key not in alike or line.endswith(_GLOBAL_BUFFER):  # whose callers decide
-                alike[key] = number(_category(block, phase, line, with_logits), block.module, line, phase)
-            block.parts = ((alike[key], block.size),)
+                phase = phase_names[where.phase]
+                block.parts = [(number(c, module, line, phase), part) for c, module, part in _identified(block)]
+            else:
+                key = (where.module, where.mode, where.phase, block.fate, line)
+                owner = alike.get(key)
+                if owner is None:
+                    phase = phase_names[where.phase]
+                    owner = number(_category(block, phase, line, with_logits), where.module, line, phase)
+                    if not line.endswith(_GLOBAL_BUFFER):  # whose callers decide
+                        alike[key] = owner
+                block.parts = ((owner, size),)
+            first, end = peaks_before[block.made], peaks_before[block.freed]
+            if first < end:
+                for owner, part in block.parts:
+                    held[first][owner] += part
+                    held[end][owner] -= part
+                most = block.rounded - size + (_UNSPLIT if size > _UNSPLIT else 0)
+                rounding[first] += most
+                rounding[end] -= most
+            first, end = points_before[block.made], points_before[block.freed]
+            if first < end and block.parts:
+                category = categories[block.parts[0][0]]
+                levels[first][category] += size
+                levels[end][category] -= size
+        for before, after in pairwise(levels):
+            after[:] = map(int.__add__, before, after)
+        self._levels = levels[:-1]
+        for index, event in enumerate(peaks):
+            if index:
+                held[index].update(held[index - 1])
+                rounding[index] += rounding[index - 1]
+            self._held[event], self._most_rounding[event] = held[index], rounding[index]
         self._owners = [
             Owner(category, module, line, len(names[found]), phase)
             for (category, module, line, phase), found in numbers.items()
         ]
-        at: list[Block | None] = [None] * self._events
-        for block in self.blocks:
-            at[block.made] = block
-            if block.freed >= 0:
-                at[block.freed] = block
-        held, rounding, event = [0] * len(self._owners), 0, -1
-        for wanted in sorted({*self.peaks, *self._points, self.peak_event}):
-            while event < wanted:
-                event += 1
-                if (changed := at[event]) is not None:
-                    sign = 1 if changed.made == event else -1
-                    for owner, size in changed.parts:
-                        held[owner] += sign * size
-                    unsplit = _UNSPLIT if changed.size > _UNSPLIT else 0
-                    rounding += sign * (changed.rounded - changed.size + unsplit)
-            self._held[wanted] = held.copy()
-            self._most_rounding[wanted] = rounding
+
+
+def _numbers_before(some: Sequence[int], events: int) -> list[int]:
+    """Of each of the events, and of their end: how many of the sorted `some` come before it."""
+    numbers: list[int] = []
+    for number, event in enumerate([*some, events]):
+        numbers += [number] * (event + 1 - len(numbers))
+    return numbers
 
 
 def attribute(events: Sequence[_Event]) -> History:
@@ -198,17 +241,26 @@ def attribute(events: Sequence[_Event]) -> History:
     levels: list[int] = []
     begins: list[tuple[int, int]] = []
     points: list[int] = []
+    segment_events: list[tuple[int, _Event]] = []
     level = peak = 0
     peak_event = -1
     serial, phase = -1, -1
-    last, module, mode = "", "", cast("Mode | None", None)  # of the stamp that was met last
+    last, where = "", Where("", None, -1, -1)  # the stamp that was met last
+    known: dict[str, Where] = {}  # what stamps say in the phase that runs
     bucket_end, bucket_best, bucket_level = 0, -1, -1
+    share, number = max(1, len(events) // _POINTS), len(events)
     for i, event in enumerate(events):
+        action = event["action"]
         text = event.get("user_metadata") or ""
-        if text != last:
+        if text == last or action == "annotate":
+            pass
+        elif text in known:
+            last, where = text, known[text]
+        else:
             last, stamp = text, read_stamp(text)
             if stamp is not None and stamp.serial > serial:
                 serial = stamp.serial
+                known.clear()
                 key = (stamp.step, stamp.phase)
                 phase = index_of.setdefault(key, len(phases))
                 if phase == len(phases):
@@ -219,17 +271,14 @@ def attribute(events: Sequence[_Event]) -> History:
                 if level > levels[phase]:
                     levels[phase], peaks[phase] = level, i - 1
             if stamp is not None and stamp.serial == serial:
-                module, mode = stamp.module, stamp.mode
+                known[text] = where = Where(stamp.module, stamp.mode, phase, serial)
             else:  # of a thread that lags behind: autograd's, before it comes to a module
-                module, mode = "", "backward" if serial >= 0 else None
-        action = event["action"]
+                known[text] = where = Where("", "backward" if serial >= 0 else None, phase, serial)
         if action == "alloc":
             size = event["size"]
-            rounded = -(-size // _BLOCK) * _BLOCK
-            block = Block(size, rounded, i, module, mode, phase, serial, event.get("frames") or ())
-            alive[event["addr"]] = block
+            alive[event["addr"]] = block = Block(size, i, number, where, event)
             blocks.append(block)
-            level += rounded
+            level += -(-size // _BLOCK) * _BLOCK
             if phase >= 0 and level > levels[phase]:
                 levels[phase], peaks[phase] = level, i
             if level > peak:
@@ -237,22 +286,24 @@ def attribute(events: Sequence[_Event]) -> History:
         elif action == "free_requested":
             freed = alive.pop(event["addr"], None)
             if freed is not None:
-                level -= freed.rounded
+                level -= -(-freed.size // _BLOCK) * _BLOCK
                 freed.freed = i
                 if text == WORKSPACES:
                     freed.fate = "workspace"
                 else:
-                    later = serial > freed.serial or (mode == "backward" and freed.mode != "backward")
+                    later = serial > freed.where.serial or (where.mode == "backward" and freed.where.mode != "backward")
                     freed.fate = "freed later" if later else "freed there"
         elif action == "annotate":
             holder, identity = alive.get(event["addr"]), read_identity(text)
             if holder is not None and identity is not None and identity.category in CATEGORIES:
                 holder.identities = [*(holder.identities or ()), identity]
+        elif action != "free_completed":
+            segment_events.append((i, event))
         if level > bucket_level:
             bucket_best, bucket_level = i, level
         if i >= bucket_end:
             points.append(bucket_best)
-            bucket_end, bucket_level = i + max(1, len(events) // _POINTS), -1
+            bucket_end, bucket_level = i + share, -1
     if bucket_level >= 0:
         points.append(bucket_best)
     return History(
@@ -261,9 +312,10 @@ def attribute(events: Sequence[_Event]) -> History:
         peaks=peaks,
         peak=peak,
         peak_event=peak_event,
+        segment_events=segment_events,
         _points=points,
         _begins=begins,
-        _events=len(events),
+        _events=number,
     )
 
 
@@ -292,13 +344,13 @@ def _category(block: Block, phase: str, line: str, with_logits: bool) -> Categor
         return "workspaces"
     if (told := _by_code(block, line, with_logits)) is not None:
         return told
-    if block.mode is None or not (line or block.module):
+    if block.where.mode is None or not (line or block.where.module):
         return "unattributed"
     if block.fate == "kept":
         if phase == "optimizer":
             return "optimizer state"
-        return "activations" if block.module and block.mode != "backward" else "buffers"
-    if block.mode == "backward" or phase in ("build", "grad-sync", "optimizer"):
+        return "activations" if block.where.module and block.where.mode != "backward" else "buffers"
+    if block.where.mode == "backward" or phase in ("build", "grad-sync", "optimizer"):
         return "temporaries"
     return "activations" if block.fate == "freed later" else "temporaries"
 
@@ -313,12 +365,12 @@ def _by_code(block: Block, line: str, with_logits: bool) -> Category | None:
         callers = [f["filename"].rpartition("/")[2] for f in block.frames[:12]]
         return "workspaces" if any("attention" in file for file in callers) else "communication buffers"
     if "/mappings.py:" in line:
-        brief = block.fate == "freed there" or block.mode == "backward"
+        brief = block.fate == "freed there" or block.where.mode == "backward"
         return "communication buffers" if brief else None
-    if "cross_entropy" in line or (block.module.endswith("output_layer") and block.mode != "backward"):
+    if "cross_entropy" in line or (block.where.module.endswith("output_layer") and block.where.mode != "backward"):
         return "logits"
     # Between the loss and the output layer, where autograd's own nodes run.
-    if with_logits and block.module.endswith("Model") and block.mode == "backward" and not line:
+    if with_logits and block.where.module.endswith("Model") and block.where.mode == "backward" and not line:
         return "logits"
     return "main gradients" if "/param_and_grad_buffer.py:" in line else None
 
@@ -326,10 +378,13 @@ def _by_code(block: Block, line: str, with_logits: bool) -> Category | None:
 # Names ----------------------------------------------------------------------------------------------------------------
 
 
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
 @cache
 def fold(module: str) -> str:
     """The name with each number written as *: what repeated layers have in common."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", module)
+    return _NUMBER.sub("*", module)
 
 
 class _Lines:
@@ -355,14 +410,18 @@ def line_of(frames: Sequence[Mapping[str, Any]]) -> str:
     return _Lines().of(frames)
 
 
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/(.*)")
+_TORCH = re.compile(r"/torch/(nn|_\w+|utils|autograd|cuda|distributed|optim)/")
+
+
 @cache
 def _shown(file: str) -> str | None:
     """A file's name for people: as it is imported, or from where pytest runs. None for PyTorch's own and no Python."""
     if not file.endswith(".py"):
         return None
-    installed = re.search(r"/(?:site|dist)-packages/(.*)", file)
+    installed = _INSTALLED.search(file)
     name = installed[1] if installed else file
-    if name.startswith("torch/") or re.search(r"/torch/(nn|_\w+|utils|autograd|cuda|distributed|optim)/", name):
+    if name.startswith("torch/") or _TORCH.search(name):
         return None
     if "pytest_mbmem/measure/" in name or name.endswith("pytest_mbmem/megatron/stand_ins.py"):
         return None  # what records this, and what stands in for a kernel of the line that called it

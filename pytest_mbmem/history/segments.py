@@ -12,7 +12,7 @@ from .snapshot import Event, Snapshot
 
 _BLOCK = 512  # bytes that each block is a multiple of
 _SMALL_SEGMENT = 2**21  # bytes; larger segments are "large" (kSmallBuffer in CUDACachingAllocator.cpp)
-_UNSPLIT = 2**20  # bytes that a block of a large segment may have too much, unless the segment is expandable
+UNSPLIT = 2**20  # bytes that a block of a large segment may have too much, unless the segment is expandable
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,6 @@ def held_at(events: Sequence[Event], last: int) -> list[Held]:
 
     Blocks are taken as large as PyTorch makes them without roundup_power2_divisions and max_split_size_mb.
     """
-    ranges = _ranges(events[: last + 1])
     blocks = sorted(_blocks(events[: last + 1]).items())
     starts = [address for address, _ in blocks]
 
@@ -83,13 +82,13 @@ def held_at(events: Sequence[Event], last: int) -> list[Held]:
         (
             _type("small" if small else "large", pool),
             end - begin,
-            list(_gaps(begin, end, inside(begin, end), 0 if small or expandable else _UNSPLIT)),
+            list(_gaps(begin, end, inside(begin, end), 0 if small or expandable else UNSPLIT)),
         )
-        for begin, end, small, expandable, pool in ranges
+        for begin, end, small, expandable, pool in ranges(events[: last + 1])
     )
 
 
-class _Range(NamedTuple):
+class Range(NamedTuple):
     """Of addresses, all with memory behind them."""
 
     begin: int
@@ -99,7 +98,8 @@ class _Range(NamedTuple):
     pool: object
 
 
-def _ranges(events: Sequence[Event]) -> Iterator[_Range]:
+def ranges(events: Sequence[Event]) -> Iterator[Range]:
+    """That the events leave mapped: a segment each, and of expandable ones what adjoins."""
     segments: dict[int, Event] = {}
     changes: defaultdict[int, int] = defaultdict(int)  # address -> mappings that begin there, less those that end there
     mapped: dict[int, Event] = {}
@@ -117,7 +117,7 @@ def _ranges(events: Sequence[Event]) -> Iterator[_Range]:
                 mapped[address] = event
     for address, event in segments.items():
         small = event["size"] <= _SMALL_SEGMENT
-        yield _Range(address, address + event["size"], small, False, event.get("pool_id"))
+        yield Range(address, address + event["size"], small, False, event.get("pool_id"))
     origins = sorted(mapped)
     depth = begin = 0
     for address in sorted(address for address, change in changes.items() if change):
@@ -125,7 +125,7 @@ def _ranges(events: Sequence[Event]) -> Iterator[_Range]:
             begin = address
         elif depth + changes[address] <= 0 < depth:
             event = mapped[origins[bisect_right(origins, begin) - 1]]
-            yield _Range(begin, address, event["size"] <= _SMALL_SEGMENT, True, event.get("pool_id"))
+            yield Range(begin, address, event["size"] <= _SMALL_SEGMENT, True, event.get("pool_id"))
         depth += changes[address]
 
 

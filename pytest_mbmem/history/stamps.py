@@ -7,7 +7,6 @@ event of its own ("annotate"), so they are part of every snapshot file.
 from __future__ import annotations
 
 import functools
-import re
 from typing import Literal, NamedTuple
 
 Mode = Literal["forward", "backward", "recompute"]
@@ -65,4 +64,4 @@ def read_identity(text: str) -> Identity | None:
 
 
 def _is_number(text: str) -> bool:
-    return re.fullmatch("[0-9]{1,18}", text) is not None
+    return text.isdecimal() and text.isascii() and len(text) <= 18

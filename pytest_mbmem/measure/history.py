@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..history.maps import segments_at_peak
 from ..measurement import METRICS, Metric, PhaseFigures
 from ..virtual_gpu.counters import driver_is_loaded, read_counters
 from .recording import Recording, can_record
@@ -137,6 +138,8 @@ class TestWatch:
         self._recorder.end()
         results = self._recorder.results()
         if self._recording is not None:
-            results["composition"] = self._recording.stop().composition(results["phases"])
+            history = self._recording.stop()
+            results["composition"] = history.composition(results["phases"])
+            results["segments_at_peak"] = segments_at_peak(history)
             self.snapshot = self._recording.snapshot
         return results

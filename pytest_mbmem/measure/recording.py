@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import re
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, get_args
+from threading import get_ident
+from typing import Any, ClassVar
 
 import torch
 from torch.nn.modules import module as module_hooks
@@ -24,6 +26,13 @@ from ..measurement import Category
 
 MAX_EVENTS = 20_000_000
 """Each takes some hundred bytes of host memory."""
+
+_MODES: tuple[Mode, ...] = ("forward", "backward", "recompute")
+
+_WRAPPERS = re.compile(r"^(module(\.|$))+")
+
+_graph_task = torch._C._current_graph_task_id  # -1 outside of backward passes: a forward pass in one is recomputed
+_stamp: Callable[[str], None] = getattr(torch._C, "_cuda_setMemoryMetadata", lambda _: None)
 
 
 def can_record() -> bool:
@@ -41,18 +50,23 @@ class Recording:
 
     Begin it before anything is allocated. `begin` is told when a phase begins. `full` also records when freed memory
     can be used again, which is later where another stream uses it: only a replay needs to know.
+
+    What runs for every module and every node is written for speed: it is most of what a recording costs.
     """
 
     running: ClassVar[Recording | None] = None
     snapshot: dict[str, Any]  # once it has stopped
 
     def __init__(self, phase: str = "build", *, full: bool) -> None:
-        self._serial = 0
+        self._serial = self._step = 0
         self._running: list[str] = []  # modules, outermost first
-        self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._names: dict[int, tuple[str, weakref.ref[torch.nn.Module]]] = {}  # by the module's `id`, while it lives
+        self._prehooks: dict[str, Callable[[Any], None]] = {}  # by module
         self._known: weakref.WeakKeyDictionary[torch.nn.Module, bool] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._prehooks: dict[str, Callable[[Any], None]] = {}  # by module
+        self._told: dict[int, tuple[int, weakref.ref[torch.Tensor]]] = {}  # address of an optimizer's tensor, by `id`
+        # Numbers of the nodes that have a hook, in this step, by the thread that made them and counted them.
+        self._hooked: defaultdict[int, set[int]] = defaultdict(set)
         self._hooks = [
             module_hooks.register_module_forward_pre_hook(self._enter),
             module_hooks.register_module_forward_hook(self._leave, always_call=True),
@@ -69,63 +83,90 @@ class Recording:
     def begin(self, step: int, phase: str) -> None:
         """A phase begins."""
         self._serial += 1
-        self._stamps = {mode: Stamp(self._serial, step, phase, mode, "").text() for mode in get_args(Mode)}
-        self._stamp("forward", "")
-
-    def _stamp(self, mode: Mode, module: str) -> None:
-        torch._C._cuda_setMemoryMetadata(self._stamps[mode] + module)
+        if step != self._step:
+            self._step = step
+            self._hooked.clear()
+        self._forward, self._backward, self._recompute = (
+            Stamp(self._serial, step, phase, mode, "").text() for mode in _MODES
+        )
+        _stamp(self._forward)
 
     def _enter(self, module: torch.nn.Module, arguments: Any) -> None:
-        outer = self._running[-1] if self._running else ""
-        if self._running:
-            self._on_backward(arguments, outer)
+        running = self._running
+        if running:
+            self._on_backward(arguments, running[-1])
         elif module not in self._known:
             self._meet(module)
-        name = self._names.get(module)
-        if name is None:  # a module that its owner keeps outside of its own modules
-            name = f"{outer}.{type(module).__name__}" if outer else type(module).__name__
-            self._names[module] = name
-        self._running.append(name)
-        self._stamp(_mode(), name)
+        known = self._names.get(id(module))
+        name = known[0] if known is not None and known[1]() is module else self._met_late(module)
+        running.append(name)
+        _stamp((self._forward if _graph_task() == -1 else self._recompute) + name)
+
+    def _met_late(self, module: torch.nn.Module) -> str:
+        """A name for a module that its owner keeps outside of its own modules."""
+        name = type(module).__name__
+        if self._running:
+            name = f"{self._running[-1]}.{name}"
+        self._names[id(module)] = name, weakref.ref(module)
+        return name
 
     def _leave(self, module: torch.nn.Module, arguments: Any, output: Any) -> None:
-        if not self._running:  # entered before the recording began
+        running = self._running
+        if not running:  # entered before the recording began
             return
-        name = self._running.pop()
-        self._on_backward(output, name)
-        self._stamp(_mode(), self._running[-1] if self._running else "")
+        self._on_backward(output, running.pop())
+        mode = self._forward if _graph_task() == -1 else self._recompute
+        _stamp(mode + running[-1] if running else mode)
 
     def _on_backward(self, tensors: Any, module: str) -> None:
         """Stamp the module when a backward pass comes to the nodes that made these tensors; the first one stays."""
-        if isinstance(tensors, torch.Tensor):
-            node: Any = tensors.grad_fn
-            if node is not None and "mbmem" not in (marks := node.metadata):
-                marks["mbmem"] = True
-                if module not in self._prehooks:
-                    self._prehooks[module] = lambda _: self._stamp("backward", module)
-                node.register_prehook(self._prehooks[module])
-        elif isinstance(tensors, (list, tuple)):
-            for tensor in tensors:
+        for tensor in tensors if isinstance(tensors, (tuple, list)) else (tensors,):
+            if tensor is None:
+                continue
+            if isinstance(tensor, torch.Tensor):
+                node: Any = tensor.grad_fn
+                if node is not None:
+                    hooked, number = self._hooked[get_ident()], node._sequence_nr()
+                    if number not in hooked:
+                        hooked.add(number)
+                        node.register_prehook(self._prehooks.get(module) or self._prehook(module))
+            elif isinstance(tensor, dict):
+                self._on_backward(list(tensor.values()), module)
+            elif isinstance(tensor, (tuple, list)):
                 self._on_backward(tensor, module)
-        elif isinstance(tensors, dict):
-            self._on_backward(list(tensors.values()), module)
+
+    def _prehook(self, module: str) -> Callable[[Any], None]:
+        def come_to(_: Any) -> None:
+            _stamp(self._backward + module)
+
+        self._prehooks[module] = come_to
+        return come_to
 
     # What tensors are -------------------------------------------------------------------------------------------------
 
     def _meet(self, root: torch.nn.Module) -> None:
         """Learn the names of a model's modules, and what its parameters are."""
         self._known[root] = True
+        seen = set()
         for path, module in root.named_modules():
-            self._names.setdefault(module, _plain(path) or type(module).__name__)
-        for path, parameter in root.named_parameters():
-            name = _plain(path)
-            self._is("parameters", name, parameter)
-            if (main := getattr(parameter, "main_grad", None)) is not None:
-                self._is("main gradients", name, main)
-            if parameter.requires_grad and parameter.is_leaf:
-                self._watch_gradient(parameter, name)
-        for path, buffer in root.named_buffers():
-            self._is("buffers", _plain(path), buffer)
+            path = _plain(path)
+            known = self._names.get(id(module))
+            if known is None or known[1]() is not module:
+                self._names[id(module)] = path or type(module).__name__, weakref.ref(module)
+            prefix = f"{path}." if path else ""
+            for own, parameter in module._parameters.items():
+                if parameter is None or parameter in seen:
+                    continue
+                seen.add(parameter)
+                name = prefix + own
+                self._is("parameters", name, parameter)
+                if (main := getattr(parameter, "main_grad", None)) is not None:
+                    self._is("main gradients", name, main)
+                if parameter.requires_grad and parameter.is_leaf:
+                    self._watch_gradient(parameter, name)
+            for own, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._is("buffers", prefix + own, buffer)
 
     def _watch_gradient(self, parameter: torch.nn.Parameter, name: str) -> None:
         def accumulated(parameter: torch.Tensor) -> None:
@@ -147,8 +188,12 @@ class Recording:
         held = [p for group in optimizer.param_groups for p in group["params"]]
         held += [value for state in list(optimizer.state.values()) for value in state.values()]
         for tensor in held:
-            on_device = isinstance(tensor, torch.Tensor) and tensor.is_cuda
-            if on_device and tensor.untyped_storage().data_ptr() not in models:
+            if not (isinstance(tensor, torch.Tensor) and tensor.is_cuda):
+                continue
+            address = tensor.untyped_storage().data_ptr()
+            before, told = self._told.get(id(tensor), (0, None))
+            if address not in models and not (before == address and told is not None and told() is tensor):
+                self._told[id(tensor)] = address, weakref.ref(tensor)
                 self._is("optimizer state", "", tensor)
 
     def _is(self, category: Category, name: str, tensor: torch.Tensor) -> None:
@@ -162,9 +207,9 @@ class Recording:
 
         The snapshot that it read is in `snapshot` then, in PyTorch's format.
         """
-        torch._C._cuda_setMemoryMetadata(WORKSPACES)
+        _stamp(WORKSPACES)
         torch._C._cuda_clearCublasWorkspaces()
-        torch._C._cuda_setMemoryMetadata("")
+        _stamp("")
         for hook in self._hooks:
             hook.remove()
         try:
@@ -183,10 +228,6 @@ def _record(full: bool) -> None:
     )
 
 
-def _mode() -> Mode:
-    return "forward" if torch._C._current_graph_task_id() == -1 else "recompute"
-
-
 def _plain(path: str) -> str:
     """Without the wrappers' own names: "module.module.decoder" is "decoder"."""
-    return re.sub(r"^(module(\.|$))+", "", path)
+    return _WRAPPERS.sub("", path) if path.startswith("module") else path
