@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import cli_estimate, cli_reports
+from .cli_files import check_output as _check_output
+from .cli_files import write as _write
 from .errors import IncompatibleSettings, MeasurementFailed, TooFewGpus, UserError
-from .files import write_report
 from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, choose_gpu, choose_ranks_mode, seconds
 
 if TYPE_CHECKING:
@@ -79,6 +81,8 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument("--megatron-core", metavar="VERSION", help="judge as for this version (default: the installed)")
     check.set_defaults(run=_check)
 
+    cli_estimate.add(commands)
+
     explain = commands.add_parser("explain", help="show what is known of a documented constraint")
     explain.add_argument("id", nargs="?", metavar="ID", help="of the constraint; without it, all are listed")
     explain.set_defaults(run=_explain)
@@ -86,14 +90,17 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="show the results of a test run")
     report.add_argument("results", type=Path, metavar="RESULTS.json", help="what pytest --mbmem-json=FILE wrote")
     report.add_argument("--html", type=Path, metavar="FILE", help="write a page to be read in a browser")
+    report.add_argument(
+        "--earlier",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="PATH",
+        help="JUnit or --mbmem-json file of an earlier run, or a folder of them, for the trend; may be repeated",
+    )
     report.set_defaults(run=_report)
 
-    compare = commands.add_parser("compare", help="show the figures of two files side by side")
-    what = "what `mbmem measure --json` or `pytest --mbmem-json` wrote"
-    compare.add_argument("first", type=Path, metavar="A.json", help=what)
-    compare.add_argument("second", type=Path, metavar="B.json", help="the same; differences are B's from A's")
-    compare.add_argument("--phases", action="store_true", help="show every phase instead of each rank's peaks")
-    compare.set_defaults(run=_compare)
+    cli_reports.add(commands)
 
     snapshot = commands.add_parser("snapshot", help="show what PyTorch's memory snapshot of a run says")
     snapshot.add_argument("file", type=Path, metavar="FILE", help="what torch.cuda.memory._dump_snapshot wrote")
@@ -129,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measure(arguments: argparse.Namespace) -> int:
+    from . import progress
     from .recipe import Recipe
     from .report.terminal import measurement_lines
 
@@ -136,6 +144,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     ranks, timeout = _ranks(arguments.ranks), seconds(arguments.timeout, "--timeout")
     recipe = Recipe.from_yaml(arguments.recipe)
     launcher = _launcher(arguments, timeout)
+    launcher.progress = progress.on_terminal(sys.stderr, str(arguments.recipe))
     try:
         measurement = launcher.measure(recipe, ranks=ranks)
         if measurement.can_be_explained:
@@ -217,21 +226,16 @@ def _report(arguments: argparse.Namespace) -> int:
     from .report import html
     from .report.json import load
     from .report.terminal import summary_lines
+    from .report.trend import read_series
 
     _check_output(arguments.html, "--html")
-    results = load(arguments.results)
+    if arguments.earlier and arguments.html is None:
+        raise UserError("--earlier: nothing shows it; give --html FILE too, or see `mbmem trend`")
+    results, earlier = load(arguments.results), read_series(arguments.earlier) if arguments.earlier else ()
     lines = summary_lines(results, shutil.get_terminal_size().columns)
     print("\n".join(lines) if lines else f"{arguments.results}: no test measured anything")
     if arguments.html is not None:
-        _write(arguments.html, html.page(results))
-    return 0
-
-
-def _compare(arguments: argparse.Namespace) -> int:
-    from .report.two_files import File, compare_lines
-
-    first, second = File.load(arguments.first), File.load(arguments.second)
-    print("\n".join(compare_lines(first, second, every_phase=arguments.phases)))
+        _write(arguments.html, html.page(results, earlier))
     return 0
 
 
@@ -299,18 +303,3 @@ def _ranks(text: str) -> Ranks:
     if not re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*", text):
         raise UserError(f"--ranks: {text!r} is not distinct, all, or numbers of ranks as in 0,3")
     return [int(number) for number in text.split(",")]
-
-
-def _check_output(path: Path | None, option: str) -> None:
-    """Before anything takes time. Raises `UserError` for what can hold no file."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"{option}: {path} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise UserError(f"{option}: the folder {path.parent} does not exist")
-
-
-def _write(path: Path, text: str) -> None:
-    write_report(path, text)
-    print(f"written: {path}")

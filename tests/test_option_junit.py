@@ -1,0 +1,146 @@
+"""--mbmem-junit and --mbmem-earlier."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from pytest_mbmem.report.run_figures import read
+
+TESTS = """
+    import pytest
+
+    @pytest.mark.peak_memory(limit="100 MiB")
+    @pytest.mark.parametrize("text", ["<b>&"])
+    def test_fits(mbmem, text):
+        mbmem.measure("recipe.yaml")
+
+    @pytest.mark.peak_memory(limit="60 MiB")
+    def test_too_large(mbmem):
+        mbmem.measure("recipe.yaml")
+
+    @pytest.mark.skip(reason="not today")
+    @pytest.mark.peak_memory
+    def test_skipped(mbmem): pass
+
+    def test_unrelated(): pass
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_run_writes_a_case_for_each_verdict(project: pytest.Pytester, workers: str) -> None:
+    project.makepyfile(TESTS)
+    result = project.runpytest_subprocess("--mbmem-junit=j.xml", "--junitxml=p.xml", "-n", workers)
+    result.assert_outcomes(passed=2, failed=1, skipped=1)
+    result.stdout.fnmatch_lines([f"report: {project.path}/j.xml"])
+    (suite,) = ElementTree.parse(project.path / "j.xml").getroot()
+    counts = [suite.get(name) for name in ("tests", "failures", "errors", "skipped")]
+    assert counts == ["3", "1", "0", "1"]
+    cases = {case.get("name", ""): case for case in suite.iter("testcase")}
+    assert set(cases) == {"test_fits[<b>&] allocated", "test_too_large allocated", "test_skipped"}
+    (failure,) = cases["test_too_large allocated"].iterfind("failure")
+    assert failure.get("message") == "REGRESSION: peak allocated is 4.00 MiB over the limit"
+    (skipped,) = cases["test_skipped"].iterfind("skipped")
+    assert skipped.get("message") == "not today"
+    (pytests,) = ElementTree.parse(project.path / "p.xml").getroot()
+    assert {case.get("classname") for case in pytests.iter("testcase")} == {"test_it"}
+    assert {case.get("classname") for case in cases.values()} == {"test_it"}
+    for name in ("j.xml", "p.xml"):
+        assert {one.label: one.figures["allocated"] for one in read(project.path / name)} == {
+            "test_it.py::test_fits[<b>&]": 64 * 2**20,
+            "test_it.py::test_too_large": 64 * 2**20,
+        }
+
+
+def test_a_test_that_passes_when_it_runs_again_is_flaky(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pytest-rerunfailures does it."""
+    with project.path.joinpath("conftest.py").open("a") as conftest:
+        conftest.write(
+            """
+def pytest_runtest_protocol(item, nextitem):
+    from _pytest.runner import runtestprotocol
+    for extra in ("50", "0"):
+        os.environ["FAKE_EXTRA_MIB"] = extra
+        for report in runtestprotocol(item, nextitem=nextitem, log=False):
+            if extra == "50" and report.failed:
+                report.outcome = "rerun"
+            item.ihook.pytest_runtest_logreport(report=report)
+    return True
+"""
+        )
+    monkeypatch.setenv("FAKE_EXTRA_MIB", "0")
+    project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.peak_memory(limit="100 MiB")
+        def test_fits(mbmem):
+            mbmem.measure("recipe.yaml")
+        """
+    )
+    project.runpytest("--mbmem-junit=j.xml")
+    (case,) = ElementTree.parse(project.path / "j.xml").iter("testcase")
+    assert case.find("failure") is None
+    (flaky,) = case.iterfind("flakyFailure")
+    assert flaky.get("message") == "REGRESSION: peak allocated is 14.00 MiB over the limit"
+
+
+def test_the_revision_is_that_of_the_ci_or_of_git(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    def revision() -> str:
+        project.runpytest("--mbmem-json=o.json")
+        return str(json.loads(project.path.joinpath("o.json").read_text())["revision"])
+
+    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(project.path.parent))
+    project.makepyfile("def test_x(): pass")
+    assert revision() == ""
+    monkeypatch.setenv("CI_COMMIT_SHA", "b" * 40)
+    assert revision() == "b" * 40
+    monkeypatch.setenv("GITHUB_SHA", "a" * 40)
+    assert revision() == "a" * 40
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+def test_git_names_the_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from pytest_mbmem.report.revision import revision_of
+
+    for variable in ("GITHUB_SHA", "CI_COMMIT_SHA"):
+        monkeypatch.delenv(variable, raising=False)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@example.com"]
+    subprocess.run([*git, "init", "--quiet"], check=True)
+    assert revision_of(tmp_path) == ""
+    subprocess.run([*git, "commit", "--quiet", "--allow-empty", "--message=x"], check=True)
+    assert len(revision_of(tmp_path)) == 40
+
+
+def test_earlier_runs_are_read_before_anything_runs(project: pytest.Pytester) -> None:
+    project.makepyfile(TESTS)
+    project.runpytest("--mbmem-junit=1.xml")
+    project.path.joinpath("damaged.xml").write_text("<testsuite")
+    for arguments, message in (
+        (["--mbmem-earlier=1.xml"], "--mbmem-earlier: nothing shows it; give --mbmem-html=FILE too"),
+        (
+            ["--mbmem-earlier=damaged.xml", "--mbmem-html=o.html"],
+            "--mbmem-earlier: */damaged.xml: cannot be read",
+        ),
+        (["--mbmem-earlier=", "--mbmem-html=o.html"], "--mbmem-earlier: the path is empty"),
+    ):
+        result = project.runpytest(*arguments)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines([f"ERROR: {message}*"])
+    assert not project.path.joinpath("o.html").exists()
+
+
+@pytest.mark.parametrize("other", ["--mbmem-json", "--junitxml"])
+def test_files_must_differ(project: pytest.Pytester, other: str) -> None:
+    result = project.runpytest("--mbmem-junit=o", f"{other}=./o")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: *{other}* name the same file: */o"])
