@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from pytest_mbmem.cli import main
 from pytest_mbmem.measurement import Measurement
 
 TESTS = """
@@ -92,8 +93,30 @@ def test_html_is_one_page_that_needs_nothing_else(project: pytest.Pytester) -> N
     assert "test_fits[&lt;b&gt;&amp;]" in page
     assert "test_too_large" in page
     assert "regression" in page
-    assert "<b>" not in page
+    assert "<b>&" not in page
     assert "http" not in page
+
+
+def test_the_page_that_mbmem_report_makes_of_the_json_file_is_the_same(project: pytest.Pytester) -> None:
+    project.makepyfile(TESTS)
+    project.runpytest("--mbmem-html=o.html", "--mbmem-json=o.json").assert_outcomes(passed=2, failed=1)
+    assert main(["report", "o.json", "--html", "p.html"]) == 0
+    assert project.path.joinpath("o.html").read_text() == project.path.joinpath("p.html").read_text()
+
+
+def test_earlier_runs_make_a_trend(project: pytest.Pytester, capsys: pytest.CaptureFixture[str]) -> None:
+    project.makepyfile(TESTS)
+    for name in ("a", "b"):
+        project.runpytest("--mbmem-json", f"{name}.json")
+    project.runpytest("--mbmem-html=o.html", "--mbmem-earlier=a.json", "--mbmem-earlier=b.json")
+    assert main(["report", "b.json", "--html", "p.html", "--earlier", "a.json"]) == 0
+    for page, runs in (("o.html", 3), ("p.html", 2)):
+        assert (
+            f'aria-label="Trend over {runs} runs: allocated from 64.00 MiB to'
+            in project.path.joinpath(page).read_text()
+        )
+    assert main(["report", "b.json", "--earlier", "a.json"]) == 2
+    assert "--earlier: nothing shows it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["--mbmem-json", "--mbmem-html"])

@@ -1,27 +1,37 @@
-"""A report to be read in a browser: one page without anything from outside, for screens of any width."""
+"""A report to be read in a browser: one page without anything from outside, for screens of any width.
+
+The tables need no script. Plots are drawn by plotly, whose script is in the page where there is anything to draw.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import outside
 from ..compare import Comparison
+from ..diagnosis import Finding
 from ..fits import FitJudgement
 from ..fragmentation import FragmentationJudgement
-from ..gates import GATED_METRICS, GatedMetric, Judgement
+from ..gates import Judgement
 from ..growth import GrowthSummary
-from ..measurement import Measurement, PhaseFigures, RankMeasurement
+from ..measurement import Measurement, RankMeasurement
 from ..savings import SavingJudgement
+from ..split import split_of
 from ..sweep import Sweep
 from ..throughput import ThroughputJudgement
 from ..units import format_bytes
+from . import plots
+from .bars import rank_bars
 from .comparisons import sweep_cells, sweep_notes
+from .markup import details, facts, listed, preformatted, table
 from .oom import message_lines
+from .page_figures import PageFigures, growth_table, parts_table
 from .results import Judged, Measured, Results, TestResult
 from .rows import (
     NOTHING,
@@ -36,29 +46,47 @@ from .rows import (
     sizes_of,
     worst_of,
 )
-from .splits import judged_lines, saved_lines
+from .splits import judged_lines
 from .throughput import loss_lines, time_lines
 from .twins import TITLE, twin_cells, twin_notes
 
-_TEMPLATE = Path(__file__).with_name("page.html")
+if TYPE_CHECKING:
+    from .trend import Series
 
-_MOST_RANKS = 32
-"""Ranks that are drawn, the highest ones; of more of them nobody compares bars."""
+_FOLDER = Path(__file__).parent
 
 _GOOD = ("pass", "improvement", "accepted", "fits")
 
+_NEITHER = (NOTHING, "not gated", "skipped", "xfailed", "xpassed")
+"""Verdicts and outcomes that are neither good nor bad."""
 
-def page(results: Results) -> str:
-    """The whole page. All text that comes from tests, recipes and files is escaped."""
+_MOST_OPEN = 10
+"""Tests that are open at first: the failed ones, if they are no more than that."""
+
+
+def page(results: Results, earlier: Sequence[Series] = ()) -> str:
+    """The whole page. All text that comes from tests, recipes and files is escaped.
+
+    `earlier` are figures of earlier runs, which the page shows the trend of.
+    """
     tests = list(results.tests.values())
-    text = _TEMPLATE.read_text(encoding="utf-8")
+    figures = PageFigures()
+    failed = {test.id for test in tests if _has_failed(test)}
+    opened = {tests[0].id} if len(tests) == 1 else failed if len(failed) <= _MOST_OPEN else set()
+    trends = _trends(results, earlier)
+    rows = [(number, row) for number, test in enumerate(tests) for row in _rows(test)]
+    sections = [_test(number, test, trends[test.id], figures, test.id in opened) for number, test in enumerate(tests)]
+    when = {name: value for name, value in (("started", results.started), ("revision", results.revision)) if value}
     parts = {
-        "FACTS": _facts(results.header),
+        "STYLE": _own("page.css"),
+        "FACTS": facts({**results.header, **when}),
         "FILTERS": _filters(tests),
-        "ROWS": "\n".join(_table_row(number, row) for number, test in enumerate(tests) for row in rows_of(test)),
-        "TESTS": "\n".join(_test(number, test) for number, test in enumerate(tests)),
+        "ROWS": "\n".join(_table_row(number, row) for number, row in rows),
+        "TESTS": "\n".join(sections),
+        "PLOTS": _plots(figures.plots),
+        "SCRIPT": _own("page.js"),
     }
-    head, *rest = text.split("<!--")  # the template's places, as in <!--ROWS-->
+    head, *rest = _own("page.html").split("<!--")  # the template's places, as in <!--ROWS-->
     filled = [head]
     for piece in rest:
         name, _, tail = piece.partition("-->")
@@ -66,16 +94,57 @@ def page(results: Results) -> str:
     return "".join(filled).encode("utf-8", "backslashreplace").decode()
 
 
-def _facts(facts: Mapping[str, str]) -> str:
-    rows = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
-    return f"<dl>{rows}</dl>" if rows else ""
+def _own(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _plots(drawn: Sequence[plots.Plot]) -> str:
+    """What the script draws from, and plotly; nothing where there is nothing to draw."""
+    if not drawn:
+        return ""
+    packed = {"plots": plots.packed_plots(drawn), "plotly": plots.packed_library()}
+    blocks = (f'<script type="application/gzip" id="{name}">{text}</script>' for name, text in packed.items())
+    notice = (
+        "This browser draws no plots: it is too old for them, or scripts are switched off. The tables say the same."
+    )
+    return f'<p id="no-plots">{notice}</p>{"".join(blocks)}'
+
+
+def _trends(results: Results, earlier: Sequence[Series]) -> Mapping[str, list[Series]]:
+    """By test: those with more than this run's figure."""
+    found: dict[str, list[Series]] = defaultdict(list)
+    if not earlier:
+        return found
+    from .trend import series_of
+
+    of_label = {label_of(test.id, measured): test.id for test in results.tests.values() for measured in test.measured}
+    for series in series_of(results, earlier):
+        if len(series.points) > 1 and series.label in of_label:
+            found[of_label[series.label]].append(series)
+    return found
+
+
+def _has_failed(test: TestResult) -> bool:
+    return test.outcome in ("failed", "error")
 
 
 # The table ------------------------------------------------------------------------------------------------------------
 
 
+def _rows(test: TestResult) -> list[Row]:
+    """Its verdicts. Of a test without any the outcome, and of a failed one where no verdict says so."""
+    rows = list(rows_of(test))
+    if not rows or (_has_failed(test) and all(row.verdict in (*_GOOD, *_NEITHER) for row in rows)):
+        device = next((sweep.control.measurement.device.key for sweep in test.sweeps), NOTHING)
+        settings = sum(len(sweep) for sweep in test.sweeps)
+        measured = f"{settings} setting{'s' * (settings > 1)}" if settings else NOTHING
+        verdict = NOTHING if test.outcome == "passed" else test.outcome
+        rows.append(Row(test=test.id, device=device, measured=measured, verdict=verdict))
+    return rows
+
+
 def _filters(tests: Sequence[TestResult]) -> str:
-    counts = Counter(row.verdict for test in tests for row in rows_of(test))
+    counts = Counter(row.verdict for test in tests for row in _rows(test))
     shown = [("", f"all {counts.total()}")] + [
         (verdict, f"{_verdict_name(verdict)} {count}") for verdict, count in sorted(counts.items())
     ]
@@ -94,54 +163,73 @@ def _table_row(number: int, row: Row) -> str:
     cells = [f'<th scope="row"><a href="#test-{number}">{escape(row.test)}</a></th>']
     for field in dataclasses.fields(Row):
         if field.name not in ("test", "verdict"):
-            cells.append(f'<td data-name="{field.name}">{escape(getattr(row, field.name))}</td>')
+            text = getattr(row, field.name)
+            nothing = ' class="nothing"' if text == NOTHING else ""
+            cells.append(f'<td data-name="{field.name}"{nothing}>{escape(text)}</td>')
     cells.append(f'<td data-name="verdict">{_badge(row.verdict)}</td>')
-    return f'<tr data-verdict="{escape(row.verdict)}">{"".join(cells)}</tr>'
+    return f'<tr data-verdict="{escape(row.verdict)}" data-test="{number}">{"".join(cells)}</tr>'
 
 
 def _badge(verdict: str) -> str:
-    kind = "none" if verdict in (NOTHING, "not gated") else "good" if verdict in _GOOD else "bad"
+    kind = "none" if verdict in _NEITHER else "good" if verdict in _GOOD else "bad"
     return f'<span class="badge {kind}">{escape(verdict)}</span>'
 
 
 # A test ---------------------------------------------------------------------------------------------------------------
 
 
-def _test(number: int, test: TestResult) -> str:
-    verdicts = list(dict.fromkeys(row.verdict for row in rows_of(test)))
+def _test(number: int, test: TestResult, trend: Sequence[Series], figures: PageFigures, is_open: bool) -> str:
+    verdicts = list(dict.fromkeys(row.verdict for row in _rows(test)))
     body = "".join(
         [
-            *(_measured(test, m) for m in test.measured),
-            *map(_sweep, test.sweeps),
+            *map(_finding, test.findings),
+            *(_measured(test, m, figures) for m in test.measured),
+            *(_sweep(sweep, figures) for sweep in test.sweeps),
             *map(_growth, test.growths),
             *(f"<p>{escape(proof['headline'])}</p>" for proof in test.proofs),
         ]
     )
-    body = body or "<p>Nothing was measured.</p>"
+    why = "What failed" if _has_failed(test) else f"Why it is {test.outcome}"
+    failure = details(why, preformatted(test.failure.splitlines()))
+    failure += "".join(details("What failed before", preformatted(text.splitlines())) for text in test.earlier)
+    left = listed(test.artifacts)
+    badges = "".join(f" {_badge(verdict)}" for verdict in verdicts if verdict != NOTHING)
     return (
-        f'<section id="test-{number}" data-verdicts="{escape(json.dumps(verdicts))}"><h2>{escape(test.id)}</h2>'
-        f"<p>{escape(test.outcome)} in {test.duration:.2f} s</p>{body}</section>"
+        f'<section id="test-{number}" data-verdicts="{escape(json.dumps(verdicts))}">'
+        f"<details{' open' if is_open else ''}><summary><h2>{escape(test.id)}</h2>{badges}</summary>"
+        f"<p>{escape(test.outcome)} in {test.duration:.2f} s</p>{body or '<p>Nothing was measured.</p>'}{failure}"
+        f"{f'<h3>Left behind</h3>{left}' if left else ''}{figures.trend(trend) if trend else ''}</details></section>"
     )
 
 
-def _measured(test: TestResult, measured: Measured) -> str:
+def _finding(finding: Finding) -> str:
+    actions = (action.what + (f" ({action.cost})" if action.cost else "") for action in finding.actions)
+    return (
+        f'<article class="finding"><h3>{escape(finding.symptom)}</h3>{listed(finding.evidence)}'
+        f"<p>Likely cause: {escape(finding.cause)}</p><p>To make sure: {escape(finding.confirm)}</p>"
+        f"<p>Next:</p>{listed(actions, 'ol')}<small>{escape(finding.rule)}; {escape(finding.source)}</small></article>"
+    )
+
+
+def _measured(test: TestResult, measured: Measured, figures: PageFigures) -> str:
     measurement = measured.measurement
     parts = [f"<h3>{escape(label_of(test.id, measured))}</h3>"] if measured.name else []
     parts += [_judged(measured, judged) for judged in measured.judged]
     parts += map(_of_steps, measured.throughputs)
-    parts += [_saving(saving) for saving in measured.savings]
+    parts += [_saving(saving, figures) for saving in measured.savings]
     parts += map(_stated, measured.stated)
     if measurement.notes and not measured.is_judged:  # verdicts have these notes too
-        parts.append(_list(measurement.notes))
+        parts.append(listed(measurement.notes))
     if measurement.failure is not None:
-        parts.append(_preformatted(message_lines(measurement.failure, whole=True)))
+        parts.append(preformatted(message_lines(measurement.failure, whole=True)))
     times = () if measured.throughputs else time_lines(measurement)
-    parts.append(_list((*times, *loss_lines(measurement))))
+    parts.append(listed((*times, *loss_lines(measurement))))
     worst = worst_of(measurement)
     if worst is not None:
-        parts += [_rank_bars(measured), _phase_bars(measured, worst), _rank_table(measurement)]
-    parts.append(_twin(measurement))
-    parts.append(_details("Recipe, environment and assumptions", _background(measurement)))
+        parts += [figures.timeline(measured, worst), rank_bars(measured), figures.segments(worst)]
+        parts.append(_rank_table(measurement))
+    parts += [_twin(measurement), _estimate(measurement)]
+    parts.append(details("Recipe, environment and assumptions", _background(measurement)))
     return "".join(parts)
 
 
@@ -150,46 +238,81 @@ def _twin(measurement: Measurement) -> str:
     if measurement.twin is None:
         return ""
     head, *rows = twin_cells(measurement) or [[]]
-    shown = _cells(head, rows) if rows else ""
+    shown = table(head, rows) if rows else ""
     title = f"{TITLE[0].upper()}{TITLE[1:]} ({measurement.twin.device.key})"
-    return f"<h3>{escape(title)}</h3>{shown}{_list(twin_notes(measurement))}"
+    return f"<h3>{escape(title)}</h3>{shown}{listed(twin_notes(measurement))}"
 
 
-def _list(texts: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(text)}</li>" for text in texts)
-    return f"<ul>{items}</ul>" if items else ""
+def _estimate(measurement: Measurement) -> str:
+    """The closed-form estimate beside what was measured; nothing where the formula does not take the recipe."""
+    if measurement.recipe is None:
+        return ""
+    from ..errors import UserError
+    from ..estimate import estimate
+    from ..recipe import Recipe
+    from .estimates import KINDS, OTHER, Side
+
+    try:
+        found = estimate(Recipe.from_dict(measurement.recipe, "recipe"))
+    except UserError:  # what was measured can be a recipe that this version does not take
+        return ""
+    measured = [measurement, *((measurement.twin,) if measurement.twin is not None else ())]
+    sides = [Side.of("virtual" if one.device.virtual else "real", one, found) for one in measured]
+    shown = [(f"{side.name} (rank {side.rank.rank})", side) for side in sides if side is not None]
+    if not shown:
+        return ""
+    cells = [("all", format_bytes(found.total), *(format_bytes(side.peak) for _, side in shown))]
+    for kind in (*KINDS, OTHER) if any(side.kinds for _, side in shown) else ():
+        sizes = [NOTHING if side.kinds is None else format_bytes(side.kinds[kind]) for _, side in shown]
+        cells.append((kind, NOTHING if kind == OTHER else format_bytes(found.by_kind.get(kind, 0)), *sizes))
+    notes = listed((*found.notes, "mbmem estimate shows the formulas, and says what is not in them"))
+    head = ("peak allocated", f"estimate (rank {found.rank})", *(name for name, _ in shown))
+    return details(f"Estimate of {format_bytes(found.total)} beside the measured peak", table(head, cells) + notes)
 
 
 def _of_steps(judged: Judged[ThroughputJudgement]) -> str:
     judgement = judged.judgement
     unsaid = judgement.notes if judgement.shown is not None else judgement.notes[1:]  # explain() has the first one then
-    return f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>{_list(unsaid)}"
+    return f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>{listed(unsaid)}"
 
 
 def _judged(measured: Measured, judged: Judged[Judgement]) -> str:
     judgement = judged.judgement
     unsaid = judgement.notes if judgement.measured is not None else ()  # explain() says why nothing was measured
-    held = () if judgement.passed else judged_lines(measured, judgement)
-    said = f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>{_list(unsaid)}"
-    return said + _preformatted(held)
+    said = f"<p>{_badge(shown_verdict(judged))} {escape(judgement.explain())}</p>{listed(unsaid)}"
+    if judgement.growth is not None and judgement.growth.changes:
+        grown = growth_table(judgement.growth, "Against the baseline")
+        return said + (grown if judgement.verdict == "regression" else details("Change against the baseline", grown))
+    rank = measured.rank(judgement.rank)
+    if judgement.verdict == "regression" and rank is not None:
+        split = split_of(rank, judgement.gate.metric, judgement.gate.phase)
+        return said + (parts_table(split, "The peak is made of") if split is not None else "")
+    return said + preformatted(() if judgement.passed else judged_lines(measured, judgement))
 
 
-def _preformatted(lines: Sequence[str]) -> str:
-    return f"<pre>{escape(chr(10).join(lines))}</pre>" if lines else ""
-
-
-def _saving(saving: SavingJudgement) -> str:
-    comparison = saving.comparison
+def _saving(saving: SavingJudgement, figures: PageFigures) -> str:
+    comparison, rule = saving.comparison, saving.rule
     said = comparison.explain() if comparison is not None else ""
-    asked = f"asked for: {saving.rule.asked}; the control is {saving.rule.control}"
+    asked = f"asked for: {rule.asked}; the control is {rule.control}"
     unsaid = (note for note in saving.notes if note not in said)
-    ranks = _rank_savings({"": comparison} if comparison is not None else {})
-    held = _preformatted(() if saving.passed else saved_lines(comparison))
-    return f"<p>{_badge(saving.verdict)} {escape(said)}</p>{_list((asked, *unsaid))}{held}{ranks}"
+    head = f"<p>{_badge(saving.verdict)} {escape(said)}</p>{listed((asked, *unsaid))}"
+    if comparison is None:
+        return head
+    sides = {"control": comparison.control, "measured": comparison.candidate}
+    drawn = figures.peaks(sides, comparison.metric, comparison.phase)
+    changes = _change("Change against the control", comparison, is_open=not saving.passed)
+    return head + drawn + changes + _rank_savings({"": comparison})
+
+
+def _change(summary: str, comparison: Comparison | None, *, is_open: bool = False) -> str:
+    """What the candidate's peak has more and less; nothing where one of them is not known."""
+    if comparison is None or not comparison.has_figures or comparison.growth is None:
+        return ""
+    return details(summary, growth_table(comparison.growth, f"Peak {comparison.metric}"), is_open=is_open)
 
 
 def _stated(judgement: FitJudgement | FragmentationJudgement) -> str:
-    return f"<p>{_badge(judgement.verdict)} {escape(judgement.explain())}</p>{_list(judgement.notes)}"
+    return f"<p>{_badge(judgement.verdict)} {escape(judgement.explain())}</p>{listed(judgement.notes)}"
 
 
 def _rank_savings(comparisons: Mapping[str, Comparison | None]) -> str:
@@ -202,77 +325,64 @@ def _rank_savings(comparisons: Mapping[str, Comparison | None]) -> str:
     ]
     first = 1 if len(comparisons) == 1 else 0  # a single one needs no name
     head = ("setting", "rank", "control", "measured", "saved")[first:]
-    return _details("Saving of each rank", _cells(head, [row[first:] for row in rows])) if rows else ""
+    return details("Saving of each rank", table(head, [row[first:] for row in rows])) if rows else ""
 
 
 def _growth(growth: GrowthSummary) -> str:
     found = [" ".join(line.strip() for line in finding.lines()) for finding in growth.findings]
-    return f"<p>{_badge('pass' if growth.passed else 'growth')} {escape(growth.headline)}</p>{_list(found)}"
+    return f"<p>{_badge('pass' if growth.passed else 'growth')} {escape(growth.headline)}</p>{listed(found)}"
 
 
-def _sweep(sweep: Sweep) -> str:
+def _sweep(sweep: Sweep, figures: PageFigures) -> str:
     title = f"<h3>{escape(sweep.name)}</h3>" if sweep.name else ""
     head, *rows = sweep_cells(sweep)
+    sides = {row.name: row.measurement for row in (sweep.control, *sweep.rows)}
+    drawn = figures.peaks(sides, sweep.metric, sweep.phase)
+    changes = "".join(_change(f"Change from {sweep.control.name} to {row.name}", row.comparison) for row in sweep)
     ranks = _rank_savings({row.name: row.comparison for row in sweep})
-    return title + _cells(head, rows) + _list(sweep_notes(sweep)) + ranks
+    return title + table(head, rows) + listed(sweep_notes(sweep)) + drawn + changes + ranks
 
 
 def _rank_table(measurement: Measurement) -> str:
-    head = (
-        "rank",
-        "coordinates",
-        "stands for",
-        "allocated",
-        "reserved",
-        "retained after the last backward",
-        "largest allocation",
-        "allocation retries",
-        "outside PyTorch",
-        "FLOPs a step",
-        "collectives a step, by group",
-    )
+    """A row for each rank; what is the same of several ones is said once."""
     ranks = measured_ranks(measurement)
-    more = extra_columns(ranks)
-    rows = [
-        (
-            str(rank.rank),
-            coordinates_of(rank) or NOTHING,
-            str(rank.stands_for),
-            format_bytes(rank.peak()),
-            format_bytes(rank.peak("reserved")),
-            format_bytes(rank.retained_after_backward[-1]) if rank.retained_after_backward else NOTHING,
-            _largest(rank),
-            str(rank.allocation_retries),
-            outside.text(rank.outside, list(rank.collective_bytes)) or NOTHING,
-            format_flops(rank.flops_per_step),
-            sizes_of(rank.collective_bytes),
-            *(texts[index] for texts in more.values()),
-        )
-        for index, rank in enumerate(ranks)
-    ]
-    return _details("Figures of each rank", _cells((*head, *more), rows))
-
-
-def _cells(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    header = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="wide"><table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table></div>'
+    columns = {
+        "coordinates": [coordinates_of(rank) or NOTHING for rank in ranks],
+        "stands for": [str(rank.stands_for) for rank in ranks],
+        "allocated": [format_bytes(rank.peak()) for rank in ranks],
+        "reserved": [format_bytes(rank.peak("reserved")) for rank in ranks],
+        "retained after the last backward": [
+            format_bytes(rank.retained_after_backward[-1]) if rank.retained_after_backward else NOTHING
+            for rank in ranks
+        ],
+        "largest allocation": [_largest(rank) for rank in ranks],
+        "allocation retries": [str(rank.allocation_retries) for rank in ranks],
+        "outside PyTorch": [outside.text(rank.outside, list(rank.collective_bytes)) or NOTHING for rank in ranks],
+        "FLOPs a step": [format_flops(rank.flops_per_step) for rank in ranks],
+        "collectives a step, by group": [sizes_of(rank.collective_bytes) for rank in ranks],
+        **extra_columns(ranks),
+    }
+    alike = {name: texts[0] for name, texts in columns.items() if len(ranks) > 1 and len(set(texts)) == 1}
+    shown = {name: texts for name, texts in columns.items() if name not in alike}
+    rows = zip([str(rank.rank) for rank in ranks], *shown.values(), strict=True)
+    said = "; ".join(f"{name} {text}" for name, text in alike.items())
+    same = f"<p>The same of every rank: {escape(said)}.</p>" if said else ""
+    return details("Figures of each rank", table(("rank", *shown), rows) + same)
 
 
 def _background(measurement: Measurement) -> str:
     device = measurement.device
-    facts = {
+    about = {
         "device": f"{device.key}, {device.name}",
         "capacity": f"{format_bytes(device.capacity)} ({device.capacity} bytes)",
         "ranks of the job": str(measurement.world_size),
         **({"recipe digest": measurement.recipe_digest} if measurement.recipe_digest else {}),
         **measurement.environment,
     }
-    assumptions = "".join(f"<li>{escape(text)}</li>" for text in measurement.assumptions)
     recipe = json.dumps(measurement.recipe, indent=1, ensure_ascii=False) if measurement.recipe else ""
     return (
-        _facts(facts)
-        + (f"<p>Assumed:</p><ul>{assumptions}</ul>" if assumptions else "")
+        facts(about)
+        + (f"<p>Assumed:</p>{listed(measurement.assumptions)}" if measurement.assumptions else "")
         + (f"<pre>{escape(recipe)}</pre>" if recipe else "")
     )
 
@@ -283,98 +393,3 @@ def _largest(rank: RankMeasurement) -> str:
         return NOTHING
     owner = rank.largest_owner
     return format_bytes(rank.largest_allocation) + (f" ({owner.category} {owner.module})" if owner is not None else "")
-
-
-def _details(summary: str, body: str) -> str:
-    return f"<details><summary>{escape(summary)}</summary>{body}</details>"
-
-
-# Bars -----------------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Bound:
-    """A line across the bars of a metric: a baseline, a limit or the device's capacity."""
-
-    kind: str  # baseline, limit or capacity
-    name: str
-    size: int
-    metrics: tuple[GatedMetric, ...]
-
-
-def _rank_bars(measured: Measured) -> str:
-    ranks = measured_ranks(measured.measurement)
-    shown = sorted(ranks, key=lambda rank: (-rank.peak(), rank.rank))[:_MOST_RANKS]
-    bars = [
-        (f"rank {rank.rank}", coordinates_of(rank), {metric: rank.peak(metric) for metric in GATED_METRICS})
-        for rank in sorted(shown, key=lambda rank: rank.rank)
-    ]
-    more = f", the highest {len(shown)} of {len(ranks)}" if len(shown) < len(ranks) else ""
-    return _bars(f"Peak of each measured rank{more}", bars, list(_bounds(measured, of_phases=False)))
-
-
-def _phase_bars(measured: Measured, worst: RankMeasurement) -> str:
-    bars = [
-        (figures.name, f"step {figures.step}" if figures.step > 2 else "", _sizes(figures)) for figures in worst.phases
-    ]
-    return _bars(f"Peak of each phase on rank {worst.rank}", bars, list(_bounds(measured, of_phases=True)))
-
-
-def _sizes(figures: PhaseFigures) -> dict[GatedMetric, int]:
-    return {metric: figures.peak[metric] for metric in GATED_METRICS if metric in figures.peak}
-
-
-def _bounds(measured: Measured, of_phases: bool) -> Iterator[_Bound]:
-    """Of the gates; one of a single phase bounds no rank's overall peak."""
-    for judged in measured.judged:
-        judgement = judged.judgement
-        gate = judgement.gate
-        if judgement.reference is not None and (of_phases or gate.phase is None):
-            kind = "baseline" if gate.limit is None else "limit"
-            yield _Bound(kind, f"{kind} of {gate.metric_id}", judgement.reference, (gate.metric,))
-    yield _Bound("capacity", "capacity", measured.measurement.device.capacity, GATED_METRICS)
-
-
-def _bars(title: str, bars: Sequence[tuple[str, str, Mapping[GatedMetric, int]]], bounds: Sequence[_Bound]) -> str:
-    """Horizontal bars from zero; bounds far beyond the longest one are named only, or no bar could be seen."""
-    longest = max(size for _, _, sizes in bars for size in sizes.values())
-    drawn = [bound for bound in bounds if bound.size <= 2 * longest]
-    full = max([longest, 1, *(bound.size for bound in drawn)]) * 1.02
-    lines = [
-        f'<div class="bar-name">{escape(name)} <small>{escape(extra)}</small></div><div>'
-        + "".join(_bar(metric, size, full, drawn) for metric, size in sizes.items())
-        + "</div>"
-        for name, extra, sizes in bars
-    ]
-    return f'<figure><figcaption>{escape(title)}</figcaption>{_legend(bounds, drawn)}<div class="bars">' + (
-        "".join(lines) + "</div></figure>"
-    )
-
-
-def _bar(metric: GatedMetric, size: int, full: float, bounds: Iterable[_Bound]) -> str:
-    marks = "".join(
-        f'<line class="{bound.kind}" x1="{_percent(bound.size, full)}" x2="{_percent(bound.size, full)}" '
-        'y1="0" y2="100%"/>'
-        for bound in bounds
-        if metric in bound.metrics
-    )
-    text = format_bytes(size)
-    return (
-        f'<div class="bar"><svg role="img" aria-label="{metric} {text}"><title>{metric} {size} bytes</title>'
-        f'<rect class="{metric}" width="{_percent(size, full)}" height="100%"/>{marks}</svg><span>{text}</span></div>'
-    )
-
-
-def _percent(size: int, full: float) -> str:
-    return f"{100 * size / full:.2f}%"
-
-
-def _legend(bounds: Iterable[_Bound], drawn: Sequence[_Bound]) -> str:
-    keys = [f'<span class="key {metric}"></span>{metric}' for metric in GATED_METRICS]
-    for bound in bounds:
-        text = f"{escape(bound.name)} {format_bytes(bound.size)}"
-        if bound in drawn:
-            keys.append(f'<span class="key line {bound.kind}"></span>{text}')
-        else:
-            keys.append(f"{text} (beyond the right edge)")
-    return f'<p class="legend">{" ".join(f"<span>{key}</span>" for key in keys)}</p>'
