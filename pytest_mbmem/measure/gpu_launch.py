@@ -106,7 +106,9 @@ class GpuLauncher(Launcher):
         """On a virtual GPU with the properties of the real ones."""
         found = self._description["gpu"]
         gpu = replace(self.gpu, **{**found, "compute_capability": tuple(found["compute_capability"])})
-        return Launcher(gpu, timeout=self.timeout)
+        twin = Launcher(gpu, timeout=self.timeout)
+        twin.progress = self.progress
+        return twin
 
     def on(self, gpu: Gpu) -> Launcher:
         """This one for its own GPU, a virtual one for any other."""

@@ -25,6 +25,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
+from . import place
+
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -58,6 +60,7 @@ def _run(request: dict[str, Any], folder: Path) -> NoReturn:
         os.dup2(stream.fileno(), 1)
         os.dup2(stream.fileno(), 2)
     # Into the output whatever becomes of stderr: pytest in here captures it.
+    place.watched_in(request.get("place"))
     faulthandler.register(_TELL, file=os.dup(1), all_threads=True)
     try:
         os.environ.update(request["environment"])

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 
 from ..errors import Refused, UserError
-from ..measurement import Adapter, Effect, Failure, RankMeasurement
+from ..garbage import no_collections
+from ..history.maps import segments_at_peak
+from ..measurement import Adapter, Effect, Failure, RankMeasurement, as_plain
 from ..megatron import effective, joint, lora, offload, stand_ins, te_equivalents
 from ..megatron.model import LiveModel, live_model
 from ..recipe import Recipe
 from ..virtual_gpu import routing
 from ..virtual_gpu.counters import driver_is_loaded
-from . import allocator, effects, peers
+from . import allocator, effects, peers, place
 from .counting import counting
 from .history import PhaseRecorder, bytes_moved
 from .on_gpu import Disturbed, OnGpu
@@ -60,6 +62,7 @@ def measure_rank(
     on_gpu = OnGpu.of(real) if real is not None else None
 
     def begin(step: int, phase: str) -> None:
+        place.say(f"step {step} of {parsed.training.steps}, {phase}" if step else phase)
         if recording is not None:
             recording.begin(step, phase)
         if on_gpu is not None:
@@ -96,9 +99,11 @@ def measure_rank(
     recorder.end()
     figures = {**recorder.results(), "adapters": adapters, "effects": found}
     if recording is not None:
-        history = recording.stop()
-        figures["composition"] = history.composition(figures["phases"])
-        figures["largest_allocation"], figures["largest_owner"] = history.largest
+        with no_collections():
+            history = recording.stop()
+            figures["composition"] = history.composition(figures["phases"])
+            figures["largest_allocation"], figures["largest_owner"] = history.largest
+            figures["segments_at_peak"] = segments_at_peak(history)
     if snapshot is not None:
         write_snapshot(recording.snapshot if recording is not None else torch.cuda.memory._snapshot(), Path(snapshot))
     if on_gpu is not None:
@@ -108,6 +113,7 @@ def measure_rank(
             message = "the optimizer skipped every step, so that it never made its state and the peak lacks it"
             failure = Failure("skipped step", rank, message)
         if failure is None:
+            place.say("the steps that are timed")
             figures["step_times"], failure = _timed(on_gpu, model, rank)
     if job is not None and failure is None:
         joint.leave()
@@ -115,7 +121,7 @@ def measure_rank(
         figures |= {"moved_bytes": moved[-1], "moved_in_step_1": moved[0].get("to host")}
     result = RankMeasurement(rank=rank, coordinates=coordinates, stands_for=stands_for, **figures)
     return {
-        "rank": dataclasses.asdict(result),
+        "rank": as_plain(result),
         "failure": failure and dataclasses.asdict(failure),
         "assumptions": (*assumptions(parsed), *believed, *(on_gpu.assumptions if on_gpu is not None else ())),
     }

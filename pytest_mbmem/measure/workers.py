@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..measurement import FailureKind
+from ..progress import INTERVAL, Calls, Progress
 
 _NOT_INHERITED = ("PYTORCH_", "TORCH", "CUBLAS", "CUDNN_", "CUDA_", "NVIDIA_", "NVTE_", "NCCL_", "MBMEM_GPU_")
 """Prefixes of variables that can change what is allocated: a recipe states them, the caller's shell does not."""
@@ -52,6 +53,7 @@ class Workers:
 
     def __init__(self, *, timeout: float = 600.0, jobs: int | None = None) -> None:
         self.timeout = timeout
+        self.progress: Progress | None = None  # what is told of the calls while they are made
         shared_by = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
         self.jobs = jobs or max(1, len(os.sched_getaffinity(0)) // shared_by)
         self._server: subprocess.Popen[bytes] | None = None
@@ -133,6 +135,12 @@ class Workers:
         return self._answers(requests, len(requests))
 
     def _answers(self, requests: Sequence[dict[str, Any]], jobs: int) -> list[CallResult]:
+        if self.progress is None:
+            return self._exchange(requests, jobs, None)
+        with self.progress.following(requests) as calls:
+            return self._exchange(requests, jobs, calls)
+
+    def _exchange(self, requests: Sequence[dict[str, Any]], jobs: int, calls: Calls | None) -> list[CallResult]:
         connection = self._connect()
         waiting = list(enumerate(requests))
         running: dict[int, int] = {}  # the request's number -> the call's index
@@ -143,9 +151,15 @@ class Workers:
                     index, request = waiting.pop(0)
                     self._next_id += 1
                     running[self._next_id] = index
+                    if calls is not None:
+                        calls.began(index)
                     connection.send({"id": self._next_id, **request})
+                while calls is not None and not connection.poll(INTERVAL):
+                    calls.look()
                 answer = connection.recv()
                 index = running.pop(answer.pop("id"))
+                if calls is not None:
+                    calls.ended(index)
                 results[index] = CallResult(**answer, order=len(results))
         except (EOFError, OSError):
             log = self._server_log()
