@@ -1,4 +1,4 @@
-"""`mbmem check` and `mbmem explain`, and the README's table of constraints."""
+"""`mbmem check` and `mbmem explain`, and the documentation's table of constraints."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pytest_mbmem.cli import main
 from pytest_mbmem.incompatibilities import catalog
 from pytest_mbmem.incompatibilities.explain import markdown_table
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "docs" / "incompatibilities.md"
 
 TWICE_BROKEN = """\
 model: {num_layers: 4, hidden_size: 64, num_attention_heads: 4}
@@ -118,11 +118,11 @@ def test_explain_prints_an_entry_and_without_an_id_all(capsys: pytest.CaptureFix
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(catalog())
 
 
-def test_the_readme_has_the_catalogue_as_a_table() -> None:
+def test_the_documentation_has_the_catalogue_as_a_table() -> None:
     table = markdown_table(catalog())
     assert table.count("\n") == len(catalog()) + 1
-    written = README.read_text(encoding="utf-8")
-    assert table in written, "run: python -m pytest_mbmem.incompatibilities.explain README.md"
+    written = PAGE.read_text(encoding="utf-8")
+    assert table in written, "run: python -m pytest_mbmem.incompatibilities.explain docs/incompatibilities.md"
 
 
 def test_a_file_that_is_no_recipe_does_not_hide_the_others(
@@ -158,16 +158,3 @@ def test_what_this_package_sets_is_not_said_to_be_the_users(tmp_path: Path, caps
     )
     assert main(["check", str(path)]) == 1
     assert "megatron.use_precision_aware_optimizer: true (set by this package)" in capsys.readouterr().out
-
-
-def test_the_readmes_recipe_is_refused_as_it_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = README.read_text(encoding="utf-8")
-    recipe = text.partition("```yaml\n# recipe.yaml\n")[2].partition("```")[0]
-    shown = text.partition("$ mbmem check recipe.yaml\n")[2].partition("...\n```")[0]
-    monkeypatch.chdir(tmp_path)
-    Path("recipe.yaml").write_text(f"# recipe.yaml\n{recipe}", encoding="utf-8")
-    assert main(["check", "recipe.yaml"]) == 1
-    assert capsys.readouterr().out.startswith(shown.rstrip())
-    assert len(shown.splitlines()) > 5
