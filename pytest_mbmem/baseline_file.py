@@ -19,9 +19,11 @@ A file looks like this:
             ranks:
               0: 4301234688  # 4.01 GiB
               3: 4516590080  # 4.21 GiB
-            first: 4516590080  # 4.21 GiB   # the first peak that was recorded for this recipe
-            updates: 0                      # how often the peak was changed since then
+            first: 4510000000  # 4.20 GiB   # the first peak that was recorded for this recipe
+            updates: 1                      # how often the peak was changed since then
             reason: why it was changed      # optional
+            earlier:                        # optional: by their number the peaks before, and why each was accepted
+              0: [4510000000, null]  # 4.20 GiB
             split:                          # optional: what the peak is made of, in bytes that add up to it
               activations:                  # bytes, and how many modules the name stands for
                 "decoder.layers.*.mlp @ transformer/mlp.py (forward)": [402653184, 20]  # 384.00 MiB
@@ -51,6 +53,7 @@ from typing import Any
 
 import yaml
 
+from .drift import Accepted
 from .errors import UserError
 from .gates import GATED_METRICS
 from .measurement import PHASES, check_phase, step_name
@@ -75,6 +78,7 @@ class Figure:
     updates: int = 0
     environment: Mapping[str, str] = field(default_factory=dict)
     reason: str | None = None
+    earlier: tuple[Accepted, ...] = ()  # values before this one, oldest first; an older version kept none
     split: Split | None = None  # of a peak; None where it was not known, or an older version wrote it
     spread: int | None = None  # of a step's time
 
@@ -166,6 +170,10 @@ def figure_lines(name: str, figure: Figure, ids: Mapping[str, Mapping[str, str]]
     ]
     if figure.reason is not None:
         lines.append(f"reason: {_flow(figure.reason)}")
+    if figure.earlier:
+        text = STEP_METRICS[name].text if name in STEP_METRICS else format_bytes
+        lines.append("earlier:")
+        lines += [f"  {one.update}: {_flow([one.value, one.reason])}  # {text(one.value)}" for one in figure.earlier]
     if figure.split is not None:
         lines += ["split:", *(f"  {line}" for line in _split_lines(figure.split))]
     # The required key at the end of a figure shows that it is complete.
@@ -422,7 +430,8 @@ def _check_metric_id(name: str, value: _Value) -> None:
 
 
 def _peak(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Figure:
-    parts = value.fields(("peak", "rank", "phase", "ranks", "first", "updates", "environment"), ("reason", "split"))
+    required = ("peak", "rank", "phase", "ranks", "first", "updates", "environment")
+    parts = value.fields(required, ("reason", "earlier", "split"))
     ranks = {}
     for name, size in parts["ranks"].mapping().items():
         if not _DECIMAL.fullmatch(name) or name.startswith("-"):
@@ -451,7 +460,7 @@ def _peak(value: _Value, environments: Mapping[str, Mapping[str, str]]) -> Figur
 
 def _step(value: _Value, kind: Kind, environments: Mapping[str, Mapping[str, str]]) -> Figure:
     spread = (_SPREAD,) if kind.key == "step_ns" else ()
-    parts = value.fields((kind.key, *spread, "rank", "first", "updates", "environment"), ("reason",))
+    parts = value.fields((kind.key, *spread, "rank", "first", "updates", "environment"), ("reason", "earlier"))
     return Figure(
         value=parts[kind.key].integer(kind.lowest),
         rank=parts["rank"].integer(0),
@@ -478,7 +487,21 @@ def _history(
         known = ", ".join(environments) or "none"
         raise environment.wrong(f"an id under environments: ({known}), or a mapping of versions")
     reason = parts["reason"].text() if "reason" in parts else None
-    return {"first": first, "updates": updates, "environment": versions, "reason": reason}
+    earlier = _earlier(parts["earlier"], first, updates, lowest) if "earlier" in parts else ()
+    return {"first": first, "updates": updates, "environment": versions, "reason": reason, "earlier": earlier}
+
+
+def _earlier(value: _Value, first: int, updates: int, lowest: int) -> tuple[Accepted, ...]:
+    found: list[Accepted] = []
+    for name, part in value.mapping().items():
+        if not _DECIMAL.fullmatch(name) or not (found[-1].update if found else -1) < int(name) < updates:
+            raise part.damaged(f"earlier: {name!r}; allowed: whole numbers below updates, {updates}, in their order")
+        number, reason = part.items(2)
+        accepted = Accepted(int(name), number.integer(lowest), None if reason.is_null() else reason.text())
+        if accepted.update == 0 and accepted.value != first:
+            raise part.damaged(f"earlier: the value before all changes is {accepted.value}; allowed: first, {first}")
+        found.append(accepted)
+    return tuple(found)
 
 
 def _split(value: _Value, peak: int) -> Split:
@@ -567,8 +590,14 @@ class _Value:
     def integers(self, count: int) -> list[int]:
         """A list of so many whole numbers from 1 on."""
         if isinstance(self.node, yaml.SequenceNode) and len(self.node.value) == count:
-            return [replace(self, line=_line(part), node=part).integer(1) for part in self.node.value]
+            return [part.integer(1) for part in self.items(count)]
         raise self.wrong(f"a list of {count} whole numbers, 1 or more")
+
+    def items(self, count: int) -> list[_Value]:
+        """The parts of a list of so many."""
+        if isinstance(self.node, yaml.SequenceNode) and len(self.node.value) == count:
+            return [replace(self, line=_line(part), node=part) for part in self.node.value]
+        raise self.wrong(f"a list of {count}")
 
     def text(self) -> str:
         if not isinstance(self.node, yaml.ScalarNode) or self.node.tag != _TEXT:

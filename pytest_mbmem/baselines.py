@@ -31,6 +31,7 @@ from .baseline_file import (
     read,
     text_of,
 )
+from .drift import Accepted, history_of
 from .errors import UserError
 from .gates import Comparison, PeakGate, compare
 from .measurement import Measurement
@@ -134,6 +135,7 @@ class Record:
         """Plain data that `json.dumps` and xdist's `workeroutput` take."""
         figure = {**vars(self.figure), "ranks": [[rank, peak] for rank, peak in self.figure.ranks.items()]}
         figure["environment"] = dict(self.figure.environment)
+        figure["earlier"] = [dict(vars(one)) for one in self.figure.earlier]
         figure["split"] = None if self.figure.split is None else [dict(vars(part)) for part in self.figure.split]
         return {**vars(self), "figure": figure}
 
@@ -142,7 +144,8 @@ class Record:
         """Read what `to_json` wrote in a process of the same session."""
         split = data["figure"]["split"]
         parts = None if split is None else tuple(Part(**part) for part in split)
-        figure = {**data["figure"], "ranks": dict(data["figure"]["ranks"]), "split": parts}
+        earlier = tuple(Accepted(**one) for one in data["figure"]["earlier"])
+        figure = {**data["figure"], "ranks": dict(data["figure"]["ranks"]), "split": parts, "earlier": earlier}
         return cls(**{**data, "figure": Figure(**figure)})
 
 
@@ -367,6 +370,7 @@ def _updated(
                     first=before.first,
                     updates=before.updates + (not same),
                     reason=before.reason if same else reason,
+                    earlier=before.earlier if same else history_of(before),
                     # That of an equal peak stays true where this time the allocator did not tell.
                     split=before.split if same and figure.split is None else figure.split,
                 )

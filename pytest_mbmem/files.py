@@ -25,6 +25,12 @@ def write_atomically(path: Path, text: str) -> None:
         part.unlink(missing_ok=True)
 
 
+def append_to(path: Path, text: str) -> None:
+    """Add `text` as UTF-8 to the end of a file that others add to as well. Raises `OSError`."""
+    with path.open("ab") as file:
+        file.write(text.encode("utf-8", "backslashreplace"))
+
+
 def write_report(path: Path, text: str) -> None:
     """`write_atomically` for a file that the user named. Raises `UserError`."""
     try:

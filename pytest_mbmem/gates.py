@@ -8,11 +8,12 @@ tolerance is taken as the decimal number that was written, so 0.1 is a tenth and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
+from .drift import History, history_notes, history_of
 from .errors import UserError
 from .measurement import Failure, Measurement, check_phase
 from .split import PeakGrowth, growth, places_text, split_of
@@ -142,6 +143,20 @@ class PeakGate:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where the figure of a baseline was measured."""
+
+    rank: int
+    phase: str  # as in "step-2/backward"
+    environment: Mapping[str, str]  # versions, as in `Measurement.environment`
+
+    @classmethod
+    def of(cls, figure: Figure) -> Origin:
+        """Of a baseline's figure."""
+        return cls(figure.rank, figure.phase, figure.environment)
+
+
+@dataclass(frozen=True)
 class Judgement:
     """What a gate said about a measurement; all sizes in bytes."""
 
@@ -155,6 +170,8 @@ class Judgement:
     phase: str | None = None  # where that rank reached its peak, as in "step-2/backward"
     notes: tuple[str, ...] = ()  # sentences for the report, beside the verdict
     growth: PeakGrowth | None = None  # against the baseline's peak; None where one of the two has no split
+    history: History = ()  # of the baseline's figure; empty where it is of another recipe, or there is none
+    origin: Origin | None = None  # of the same figure, of a measurement that failed too
 
     @property
     def passed(self) -> bool:
@@ -234,7 +251,8 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
     failure = measurement.failure
     if failure is not None:
         verdict, note = verdict_of_failure(failure)
-        return judgement(verdict, rank=failure.rank, phase=failure.name, notes=(note,))
+        origin = Origin.of(figure) if figure is not None and not stale else None
+        return judgement(verdict, rank=failure.rank, phase=failure.name, notes=(note,), origin=origin)
     if not measurement.ranks:
         return judgement("invalid", notes=("no rank was measured",))
 
@@ -259,6 +277,7 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
         return judgement("stale", notes=tuple(stale_notes(baseline, measurement)), **found)
     if figure is None:
         return judgement("missing", notes=(f"the test's baseline has no figure {gate.metric_id!r}",), **found)
+    found |= {"history": history_of(figure), "origin": Origin.of(figure)}
     split = split_of(worst, gate.metric, gate.phase)
     if split is not None and figure.split is not None:
         places = places_text((figure.rank, figure.phase), (worst.rank, peak.name))
@@ -332,21 +351,6 @@ def environment_changes(old: Mapping[str, str], new: Mapping[str, str]) -> list[
         for name in dict.fromkeys((*old, *new))
         if old.get(name) != new.get(name)
     ]
-
-
-def history_notes(figure: Figure, measured: int, allowed: int, name: str, text: Callable[[int], str]) -> Iterator[str]:
-    """A baseline that has gone loose, and drift since the first figure, which allows no more than `allowed`."""
-    if 0 < 2 * measured < figure.value:
-        yield (
-            f"the baseline is loose: it is {figure.value / measured:.1f} times what was measured and would hide a "
-            "regression of that size; refresh it"
-        )
-    if figure.updates and measured > allowed:
-        times = "once" if figure.updates == 1 else f"{figure.updates} times"
-        share = f"{format_fraction(measured / figure.first - 1, signed=True)} " if figure.first else ""
-        yield (
-            f"drift: {share}since the first recorded {name} of {text(figure.first)}; the baseline was changed {times}"
-        )
 
 
 def _notes(gate: PeakGate, figure: Figure, measured: int, measurement: Measurement) -> Iterator[str]:

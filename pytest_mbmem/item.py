@@ -59,6 +59,9 @@ _NOT_INHERITED: dict[str, Any] = {
     "setupshow": False,
     "mbmem_json": None,
     "mbmem_html": None,
+    "mbmem_metrics": None,
+    "mbmem_junit": None,
+    "mbmem_earlier": None,
     "mbmem_conformance": False,
     "log_file": None,
     "debug": None,
@@ -399,6 +402,10 @@ def _reports(measuring: Run, item: pytest.Item, options: dict[str, Any]) -> list
     calls = [report for report in reports if report.when == "call"]
     if value is not None and value["history"] is not None and calls[-1].failed:
         _explain(measuring, calls[-1], _history(options), value["history"])
+    if any(getattr(report, "mbmem", None) for report in calls):
+        from .report.findings import say_of_worker
+
+        say_of_worker(reports)
     if value is not None and value["interruption"] is not None:
         item.session.shouldstop = f"{item.nodeid}, in its worker: {value['interruption']}"
     elif not any(report.when == "teardown" for report in reports):

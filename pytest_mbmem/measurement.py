@@ -298,7 +298,7 @@ class Measurement:
 
     def to_json(self) -> dict[str, Any]:
         """Plain data that `json.dumps` takes and `from_json` reads back."""
-        return {"schema": SCHEMA, **_without_logs(dataclasses.asdict(self))}
+        return {"schema": SCHEMA, **_without_logs(as_plain(self))}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], source: str = "measurement") -> Measurement:
@@ -369,6 +369,17 @@ def _fields(cls: type) -> dict[str, tuple[Any, bool]]:
     }
 
 
+def as_plain(value: Any) -> Any:
+    """Data that `read_plain` takes, with every dataclass in it as a dict; as `dataclasses.asdict`, and much faster."""
+    if isinstance(value, tuple):
+        return value if all(type(part) is int for part in value) else tuple(as_plain(part) for part in value)
+    if isinstance(value, Mapping):
+        return {key: as_plain(part) for key, part in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {field.name: as_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return value
+
+
 def read_plain(hint: Any, value: Any, where: str) -> Any:
     """Plain data as the type that a dataclass's field has; `where` is the path to the value, for messages.
 
@@ -385,6 +396,8 @@ def read_plain(hint: Any, value: Any, where: str) -> Any:
         raise UserError(f"{where}: {show(value)} is not one of {', '.join(arguments)}")
     if origin is tuple:
         if isinstance(value, (list, tuple)):
+            if arguments[0] is int and all(type(part) is int for part in value):  # thousands of them
+                return tuple(value)
             return tuple(read_plain(arguments[0], part, f"{where}[{index}]") for index, part in enumerate(value))
         raise UserError(f"{where}: {show(value)} is not a list")
     if origin is not None or dataclasses.is_dataclass(hint):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -16,11 +17,13 @@ if TYPE_CHECKING:
     from .gates import GateDefaults
     from .measure.nvml import Machine
     from .measure.torchrun import Torchrun
+    from .report.trend import Series
     from .virtual_gpu.gpus import Gpu
 
 DEFAULT_GPU = "h100-80gb"
 DEFAULT_TIMEOUT = 600.0
 UPDATE_MODES = ("new", "changed", "all")
+CI_MODES = ("auto", "off")
 
 RanksMode = Literal["auto", "joint", "solo"]
 """How ranks are measured on real GPUs: all of a job at once, one at a time, or at once if there are GPUs enough."""
@@ -31,6 +34,7 @@ _INI_KEYS = {
     "mbmem_virtual_gpu": f"name of the virtual GPU (default: {DEFAULT_GPU})",
     "mbmem_gpus": "YAML file with more virtual GPUs, relative to the configuration file",
     "mbmem_baselines": "folder of the baselines, relative to the configuration file (default: baselines)",
+    "mbmem_ci": "auto or off: whether annotations and a summary are written in GitHub Actions (default: auto)",
     "mbmem_snapshots": "folder for PyTorch's memory snapshots, relative to the configuration file",
     "mbmem_artifacts": "folder for what failed tests leave, relative to the configuration file",
     "mbmem_ranks": "joint, solo or auto: how --mbmem-gpu measures the ranks of a job (default: auto)",
@@ -67,6 +71,20 @@ def add(parser: pytest.Parser) -> None:
     option("--mbmem-reason", metavar="TEXT", help="why peaks rise; kept in the baseline file")
     option("--mbmem-json", metavar="FILE", help="write all measurements and verdicts as JSON")
     option("--mbmem-html", metavar="FILE", help="write a report to be read in a browser")
+    option("--mbmem-junit", metavar="FILE", help="write a JUnit file with a case for each verdict")
+    option(
+        "--mbmem-earlier",
+        metavar="PATH",
+        action="append",
+        help="JUnit or --mbmem-json file of an earlier run, or a folder of them, for the trend in --mbmem-html; may be "
+        "given several times",
+    )
+    option("--mbmem-metrics", metavar="FILE", help="write figures as OpenMetrics text, as for GitLab's metrics reports")
+    option(
+        "--mbmem-ci",
+        metavar="MODE",
+        help="auto (annotations and a summary where this runs in GitHub Actions; the default) or off",
+    )
     option("--mbmem-snapshots", metavar="DIR", help="write PyTorch's memory snapshot of every measured rank")
     option("--mbmem-artifacts", metavar="DIR", help="write all that is needed to look into each failed test")
     option(
@@ -91,6 +109,10 @@ class Options:
     reason: str | None
     json: Path | None
     html: Path | None
+    junit: Path | None
+    metrics: Path | None
+    ci: bool  # annotations and a summary, where this runs in a CI that shows them
+    earlier: tuple[Series, ...]  # figures of earlier runs
     snapshots: Path | None  # folder; may not exist yet
     artifacts: Path | None  # the same
     timeout: float
@@ -142,6 +164,10 @@ class Options:
             reason=reason,
             json=given.output("json"),
             html=given.output("html"),
+            junit=given.output("junit"),
+            metrics=given.output("metrics"),
+            ci=given.ci(),
+            earlier=given.earlier(),
             snapshots=given.folder("snapshots"),
             artifacts=given.folder("artifacts"),
             timeout=seconds(timeout, timeout_source),
@@ -155,12 +181,14 @@ class Options:
             slack=given.slack(),
             in_use=given.anything or host or real or baselines.is_dir(),
         )
-        if options.json is not None and options.json == options.html:
-            raise UserError(f"--mbmem-json and --mbmem-html name the same file: {options.json}")
+        named = {"--mbmem-json": options.json, "--mbmem-html": options.html, "--mbmem-junit": options.junit}
+        named["--mbmem-metrics"] = options.metrics
+        named["--junitxml"] = given.junitxml()
+        _check_that_files_differ(named)
         if gpu_name != DEFAULT_GPU or gpus_file is not None:  # only then is there something to check
             choose_gpu(gpu_name, gpus_file, gpu_source)
         if torchrun is not None and torchrun.rank > 0:  # the first one reports and writes
-            return replace(options, json=None, html=None, snapshots=None, artifacts=None)
+            return replace(options, json=None, html=None, junit=None, metrics=None, snapshots=None, artifacts=None)
         return options
 
     @property
@@ -244,6 +272,28 @@ class _Given:
             raise UserError(f"--mbmem-{name}: {path} cannot be written")
         return path
 
+    def earlier(self) -> tuple[Series, ...]:
+        """Of all paths of --mbmem-earlier; read here, so that a damaged file is known before anything takes time."""
+        paths = [
+            self._absolute(value, self.config.invocation_params.dir, "--mbmem-earlier")
+            for value in self.option("earlier") or ()
+        ]
+        if paths and self.option("html") is None:
+            raise UserError("--mbmem-earlier: nothing shows it; give --mbmem-html=FILE too, or see `mbmem trend`")
+        if not paths or hasattr(self.config, "workerinput"):  # xdist's controller alone reports
+            return ()
+        from .report.trend import read_series
+
+        try:
+            return tuple(read_series(paths))
+        except UserError as error:
+            raise UserError(f"--mbmem-earlier: {error}") from None
+
+    def junitxml(self) -> Path | None:
+        """Where pytest itself writes a JUnit file."""
+        value = self.config.getoption("xmlpath", None)
+        return Path(os.path.normpath(self.config.invocation_params.dir / value)) if value else None
+
     def folder(self, name: str) -> Path | None:
         """A folder to write to, which may not exist yet."""
         path, source = self.path(name)
@@ -265,6 +315,12 @@ class _Given:
         if self.option("ranks") is not None and not real and not host:
             raise UserError("--mbmem-ranks: on a virtual GPU every rank is measured alone; it is for --mbmem-gpu")
         return mode
+
+    def ci(self) -> bool:
+        value, source = self.text("ci", "auto")
+        if value not in CI_MODES:
+            raise UserError(f"{source}: {value!r} is not one of {', '.join(CI_MODES)}")
+        return value == "auto"
 
     def tolerance(self) -> float | None:
         value = self.ini("tolerance")
@@ -290,6 +346,15 @@ class _Given:
         if not value:
             raise UserError(f"{source}: the path is empty")
         return Path(os.path.normpath(folder / value))
+
+
+def _check_that_files_differ(files: Mapping[str, Path | None]) -> None:
+    seen: dict[Path, str] = {}
+    for option, path in files.items():
+        if path is not None and path in seen:
+            raise UserError(f"{seen[path]} and {option} name the same file: {path}")
+        if path is not None:
+            seen[path] = option
 
 
 def _machine() -> Machine:

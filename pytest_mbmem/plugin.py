@@ -163,7 +163,10 @@ def pytest_report_from_serializable(data: dict[str, Any]) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config) -> None:
     """In xdist's controller: reports come from the workers, so have the hooks that gather them."""
+    from .report.live import Controller
+
     config.stash[RUN].register_reporter()
+    Controller.of(config)
 
 
 @pytest.hookimpl(optionalhook=True)

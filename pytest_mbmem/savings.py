@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from .compare import MODELLED, Comparison, check_settings, default_metric, matched
+from .drift import LOOSE
 from .errors import UserError
 from .gates import GatedMetric, figure_arguments, marker_arguments
 from .measurement import Measurement, read_plain
@@ -329,6 +330,12 @@ def judge_saving(rule: SavingRule, comparison: Comparison) -> SavingJudgement:
     elif needed <= comparison.slack:
         slack = format_bytes(comparison.slack)
         notes.append(f"at_least is no more than {slack}, which another order of allocations alone can save or cost")
+    elif comparison.saving > LOOSE * needed:
+        saved, asked = format_bytes(comparison.saving), format_bytes(needed)
+        notes.append(
+            f"at_least is loose: {saved} is saved, {comparison.saving / needed:.1f} times the {asked} that is asked "
+            "for, and most of it could be lost without a failure; ask for more"
+        )
     if rule.max_slowdown is not None and not comparison.candidate.device.virtual:
         return _by_time(rule.max_slowdown, comparison, judgement, notes)
     if rule.max_slowdown is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from .baseline_file import Entry
     from .baselines import Baselines, Record
     from .comparing import Comparing, Given
+    from .diagnosis import Finding
     from .fits import FitGate
     from .fragmentation import FragmentationRule
     from .gates import Judgement, PeakGate
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from .measurement import Device, Failure, Measurement
     from .oom import Shortage
     from .options import Options
+    from .progress import Progress
     from .recipe import Recipe
     from .refusals import Proof
     from .report.reporter import Reporter
@@ -121,6 +123,8 @@ class TestRecord:
     records: list[Record] = field(default_factory=list)  # what --mbmem-update may write
     proofs: list[Proof] = field(default_factory=list)  # of refusals
     errors: list[Exception] = field(default_factory=list)  # of measuring and proving, which the test may have caught
+    refused: list[str] = field(default_factory=list)  # for which of its constraints the test failed, by id
+    findings: list[Finding] = field(default_factory=list)  # of the diagnosis, when all is judged
 
     def withdraw(self) -> None:
         """Update nothing: the test fails."""
@@ -139,7 +143,16 @@ class TestRecord:
             "growths": [g.to_json() for g in self.growths],
             "records": [r.to_json() for r in self.records],
             "proofs": [p.summary() for p in self.proofs],
+            "refused": self.refused,
+            "findings": [asdict(f) for f in self.findings],
         }
+
+    def diagnose(self) -> None:
+        """Find out what the evidence says."""
+        if self.measured or self.sweeps or self.growths or self.refused:
+            from .report.findings import found
+
+            self.findings = found(self.measured, self.sweeps, self.growths, self.refused)
 
     def lacks(self, what: str, item: pytest.Item, marker: str, calls: str = "mbmem.measure()") -> str:
         """Why nothing was measured, or tried, for a test with the marker."""
@@ -204,6 +217,7 @@ class Run:
             )
         else:
             launcher = launch.Launcher(self.options.gpu, timeout=self.options.timeout)
+        self._show_progress_of(launcher)
         self.config.add_cleanup(launcher.leave)
         return launcher
 
@@ -213,8 +227,23 @@ class Run:
         from .measure.host import HostLauncher
 
         launcher = HostLauncher(timeout=self.options.timeout)
+        self._show_progress_of(launcher)
         self.config.add_cleanup(launcher.close)
         return launcher
+
+    @cached_property
+    def progress(self) -> Progress | None:
+        """What shows how far long measurements are; None where nobody would see it."""
+        torchrun = self.options.torchrun
+        if self.worker is not None or (torchrun is not None and torchrun.rank > 0):
+            return None
+        from .report import live
+
+        return live.begin(self.config)
+
+    def _show_progress_of(self, launcher: Workers) -> None:
+        launcher.progress = self.progress
+        self.config.add_cleanup(partial(setattr, launcher, "progress", None))
 
     @property
     def tried_on(self) -> Workers:
@@ -279,6 +308,7 @@ class Run:
             if self.artifacts is not None:
                 self.config.pluginmanager.register(self.artifacts, "mbmem-artifacts")
             self.register_reporter()
+            _ = self.progress  # which is to know every test
 
     def register_reporter(self) -> None:
         """Have the hooks of `Reporter` called from now on, except in workers, which only pass reports on.
@@ -1161,7 +1191,7 @@ class MeasuringTests:
         if call.when == "call":
             from .report.junit import properties
 
-            mine = properties(record.measured, record.sweeps, record.proofs)
+            mine = properties(record.measured, record.sweeps, record.proofs, item.nodeid)
             names = {name for name, _ in mine}
             item.user_properties[:] = [p for p in item.user_properties if p[0] not in names] + mine
         report = yield
@@ -1170,6 +1200,15 @@ class MeasuringTests:
             report.longrepr = item.repr_failure(call.excinfo)  # type: ignore[arg-type]
         if isinstance(error, IncompatibleSettings) and call.excinfo is not None:  # complete without a traceback
             report.longrepr = call.excinfo.getrepr(style="value")
+        if call.when == "call":
+            errors = [*record.errors, error] if report.failed else []
+            record.refused = [id for one in errors if isinstance(one, IncompatibleSettings) for id in one.ids]
+        if call.when == "call" and self.run.worker is None:  # a worker's test is diagnosed where its report arrives
+            record.diagnose()
+            if record.findings:
+                from .report.findings import say
+
+                say(item.user_properties, report, record.findings)
         if report.failed and call.when == "call" and call.excinfo is not None:
             said = self.run.snapshots.of_failure(item, record.measured, call.excinfo.value)
             add_section = getattr(report.longrepr, "addsection", None)

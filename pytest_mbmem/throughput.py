@@ -20,12 +20,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Literal
 
+from .drift import History, history_notes, history_of
 from .errors import UserError
 from .gates import (
     Comparison,
+    Origin,
     Verdict,
     environment_notes,
-    history_notes,
     marker_arguments,
     stale_notes,
     verdict_of_failure,
@@ -339,6 +340,8 @@ class ThroughputJudgement:
     rank: int | None = None  # the slowest or most loaded, or the one that failed
     throughput: Throughput | None = None
     notes: tuple[str, ...] = ()  # sentences for the report, beside the verdict
+    history: History = ()  # of the baseline's figure, in the metric's unit
+    origin: Origin | None = None  # of the same figure
 
     @property
     def passed(self) -> bool:
@@ -529,6 +532,8 @@ def _against_baseline(
         *_notes(judgement, measured, noise, figure, measurement),
         reference=figure.value,
         allowed=band(figure.value, gate.tolerance, noise)[1],
+        history=history_of(figure),
+        origin=Origin.of(figure),
     )
 
 
@@ -548,6 +553,12 @@ def _notes(
         yield (
             f"the step times spread by {format_fraction(noise / figure.value)}, more than the tolerance of "
             f"{format_fraction(tolerance)}: a smaller regression cannot be told from noise; time more steps"
+        )
+    allowed = band(figure.value, tolerance, noise)[1]
+    if 2 * allowed > 3 * figure.value > 0:  # as of a peak: half of it on top
+        yield (
+            f"tolerance and spread allow {kind.text(allowed - figure.value)} on top of {kind.text(figure.value)}: the "
+            "gate hardly tests anything; give it a smaller tolerance"
         )
     yield from history_notes(figure, measured, band(figure.first, tolerance, noise)[1], kind.name, kind.text)
 

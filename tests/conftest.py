@@ -93,7 +93,6 @@ def gpu_project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, laun
     `stand_ins(...)` says which GPUs there are; tests run with --mbmem-gpu.
     """
     _begin(pytester, monkeypatch)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))  # pytester has a home of its own, and the driver is not built anew
     share_server(monkeypatch, launcher)
     stand_ins(monkeypatch, gpu="l4-24gb", count=2, elapsed_ms=[500, 100])
     return pytester
@@ -111,8 +110,10 @@ def host_project(
 
 
 def _begin(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))  # pytester has a home of its own, and the driver is not built anew
     monkeypatch.setenv("COLUMNS", "120")
-    for name in ("CI", "BUILD_NUMBER"):  # with them, pytest's summary repeats whole messages
+    # with the first two, pytest's summary repeats whole messages
+    for name in ("CI", "BUILD_NUMBER", "GITHUB_ACTIONS", "GITHUB_STEP_SUMMARY"):
         monkeypatch.delenv(name, raising=False)
     pytester._name = "test_it"  # of the file that makepyfile() makes
     pytester.path.joinpath("tox.ini").write_text(PROJECT_INI)

@@ -18,6 +18,7 @@ from pytest_mbmem.gates import (
     DEFAULT_TOLERANCE,
     GateDefaults,
     Judgement,
+    Origin,
     PeakGate,
     compare,
     judge,
@@ -511,3 +512,23 @@ def test_without_one_of_the_splits_nothing_is_said_to_have_grown() -> None:
 )
 def test_a_verdict_is_one_sentence(judgement: Judgement, text: str) -> None:
     assert judgement.explain() == text
+
+
+# Where the baseline is from -------------------------------------------------------------------------------------------
+
+OLD = {"torch": "2.13.0"}
+
+
+def test_a_judgement_says_where_the_figure_of_its_baseline_was_measured() -> None:
+    entry = baseline(100, rank=3, phase="step-1/forward", environment=OLD)
+    assert judge(EXACT, measured(200), entry, "k").origin == Origin(3, "step-1/forward", OLD)
+    failed = measured(200, failure=Failure("out of memory", 0, "CUDA out of memory", 1, "forward"))
+    assert judge(EXACT, failed, entry, "k").origin == Origin(3, "step-1/forward", OLD)
+
+
+def test_a_limit_another_recipe_and_a_missing_figure_have_no_such_place() -> None:
+    assert judge(PeakGate(limit=100), measured(200), None, "k").origin is None
+    assert judge(EXACT, measured(200), baseline(100, digest="d2"), "k").origin is None
+    assert judge(EXACT, measured(200), None, "k").origin is None
+    failed = measured(200, failure=Failure("died", 0, "killed"))
+    assert judge(EXACT, failed, baseline(100, digest="d2"), "k").origin is None

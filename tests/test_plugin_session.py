@@ -107,6 +107,7 @@ def test_figures_are_junit_properties(project: pytest.Pytester, workers: str) ->
     assert len(figures.pop("mbmem_recipe_digest") or "") == 16
     assert figures == {
         "of_the_test": "kept",
+        "mbmem_test": "test_it.py::test_x",
         "mbmem_device": "virtual-h100-80gb",
         "mbmem_peak_allocated_bytes": str(64 * MIB),
         "mbmem_peak_reserved_bytes": str(128 * MIB),

@@ -368,6 +368,7 @@ def test_with_xdist_keys_and_properties_are_the_same(real_project: pytest.Pytest
     for case in ElementTree.parse(real_project.path / "j.xml").iterfind(".//testcase"):
         found = {p.get("name"): p.get("value") for p in case.iterfind("properties/property")}
         assert found == {
+            "mbmem_test": f"test_it.py::{case.get('name')}",
             "mbmem_device": "virtual-h100-80gb",
             "mbmem_peak_allocated_bytes": str(20 * 2**20),
             "mbmem_peak_allocated_bytes_by_rank": f"0:{20 * 2**20}",
@@ -554,8 +555,8 @@ def test_the_shells_settings_do_not_reach_a_worker(
     real_project.runpytest_subprocess().assert_outcomes(passed=1)
 
 
-@pytest.mark.parametrize("option", ["--setup-show", "-p no:capture", "-p no:tmpdir", "-p no:debugging", "-vv"])
-def test_options_about_the_session_do_not_disturb_the_worker(real_project: pytest.Pytester, option: str) -> None:
+@pytest.mark.parametrize("options", ["--setup-show -p no:capture -vv", "-p no:tmpdir -p no:debugging"])
+def test_options_about_the_session_do_not_disturb_the_worker(real_project: pytest.Pytester, options: str) -> None:
     real_project.makepyfile(
         """
         import pytest
@@ -566,7 +567,7 @@ def test_options_about_the_session_do_not_disturb_the_worker(real_project: pytes
             torch.empty(1, device="cuda")
         """
     )
-    real_project.runpytest_subprocess(*option.split()).assert_outcomes(passed=1)
+    real_project.runpytest_subprocess(*options.split()).assert_outcomes(passed=1)
 
 
 def test_a_failing_test_accepts_nothing(real_project: pytest.Pytester) -> None:

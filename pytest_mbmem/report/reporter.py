@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -9,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ..diagnosis import Finding
 from ..errors import TOO_FEW_GPUS, UserError
 from ..files import write_report
 from ..growth import GrowthSummary
+from ..measurement import read_plain
 from ..sweep import Sweep
 from .results import Measured, Results, TestResult
 
@@ -33,6 +36,10 @@ class Reporter:
         self._written: list[str] = []
         self._elsewhere: list[tuple[int, str, str]] = []  # what failed in other processes of a torchrun
         self._lacked_gpus = 0  # tests that were skipped for it
+        self._places: dict[str, tuple[str, int | None]] = {}  # file and line of each test
+        self._improved: list[str] = []  # lines on improvements to record
+        self._commands: list[str] = []  # for GitHub Actions
+        self._warnings: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what the test measured. A test that is run again replaces its first run."""
@@ -44,17 +51,21 @@ class Reporter:
         from ..baselines import Record
 
         if report.when == "setup":
-            self._results.tests[report.nodeid] = TestResult(report.nodeid)
+            before = self._results.tests.get(report.nodeid)
+            earlier = [*before.earlier, *filter(None, [before.failure])] if before is not None else []
+            self._results.tests[report.nodeid] = TestResult(report.nodeid, earlier=earlier)
         result = self._results.tests.setdefault(report.nodeid, TestResult(report.nodeid))
         result.duration += report.duration
+        self._places[report.nodeid] = report.location[:2]
         result.outcome = _outcome(report, result.outcome)
-        if report.failed or report.skipped:
-            result.failure = "\n\n".join(filter(None, (result.failure, report.longreprtext)))
+        if report.outcome != "passed":  # "rerun" is what pytest-rerunfailures makes of a failure
+            result.failure = "\n\n".join(filter(None, (result.failure, _text(report))))
         if report.when == "call":
             result.measured = [Measured.from_json(m, report.nodeid) for m in data.get("measurements", [])]
             result.sweeps = [Sweep.from_json(s, report.nodeid) for s in data.get("sweeps", [])]
             result.growths = [GrowthSummary.from_json(g, report.nodeid) for g in data.get("growths", [])]
             result.proofs = data.get("proofs", [])
+            result.findings = [read_plain(Finding, f, report.nodeid) for f in data.get("findings", [])]
             self._records[report.nodeid] = [Record.from_json(r) for r in data.get("records", [])]
         if report.failed:  # in its teardown, where the call was well
             self._records.pop(report.nodeid, None)
@@ -68,9 +79,13 @@ class Reporter:
             self._elsewhere = self._run.failed_elsewhere({})
         except UserError as error:
             self._problems.append(str(error))
+        for rank, test, text in self._elsewhere:
+            result = self._results.tests.setdefault(test, TestResult(test))
+            result.outcome = "error" if result.outcome == "error" else "failed"
+            result.failure = "\n\n".join(filter(None, (result.failure, f"rank {rank}: {text}")))
         if self._elsewhere and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
-        for step in (self._update, self._find_orphans, self._write_reports):
+        for step in (self._update, self._find_orphans, self._write_reports, self._tell_ci):
             try:
                 step()
             except UserError as error:
@@ -113,14 +128,44 @@ class Reporter:
 
     def _write_reports(self) -> None:
         options = self._run.options
+        if options.json is not None or options.html is not None or options.junit is not None:
+            from .revision import revision_of
+
+            self._results.revision = revision_of(self._run.config.rootpath)
+        if options.junit is not None:
+            from . import junit_file
+
+            self._write(options.junit, junit_file.text(self._results, datetime.now(timezone.utc)))
         if options.json is not None:
             from . import json
 
             self._write(options.json, json.text(self._results))
+        if options.metrics is not None:
+            from . import gitlab
+
+            self._write(options.metrics, gitlab.metrics(self._results))
         if options.html is not None:
             from . import html
 
-            self._write(options.html, html.page(self._results))
+            self._write(options.html, html.page(self._results, options.earlier))
+
+    def _tell_ci(self) -> None:
+        """List improvements, and where this runs in GitHub Actions tell it what failed."""
+        from . import ratchet
+
+        config, options = self._run.config, self._run.options
+        found = ratchet.improvements(self._results)
+        update = ratchet.update_command([one.test for one in found], config)
+        self._improved = ratchet.improvement_lines(found, update)
+        if not (options.ci and "GITHUB_ACTIONS" in os.environ and self._results.tests):
+            return
+        from . import github
+
+        if github.is_here():
+            if not config.pluginmanager.hasplugin(github.OTHER_ANNOTATOR):
+                self._commands = github.errors(self._results, self._places, config.rootpath)
+            self._commands += github.notices(found, update)
+            self._warnings += filter(None, [github.write_summary(self._results, found, update)])
 
     def _write(self, path: Path, text: str) -> None:
         write_report(path, text)
@@ -138,17 +183,28 @@ class Reporter:
             terminalreporter.write_line(text)
         for problem in self._problems:
             terminalreporter.write_line(f"mbmem: error: {problem}", red=True)
+        for warning in self._warnings:
+            terminalreporter.write_line(f"mbmem: warning: {warning}", yellow=True)
+        for command in self._commands:
+            terminalreporter.write_line(command)
 
     def _summary(self, width: int) -> Iterator[str]:
         from . import terminal
 
         yield from terminal.summary_lines(self._results, width)
         yield from terminal.changes_lines(self._changes)
+        yield from self._improved
         yield from terminal.orphan_lines(self._orphans)
         if self._lacked_gpus:
             tests = "1 test was" if self._lacked_gpus == 1 else f"{self._lacked_gpus} tests were"
             yield f"{tests} skipped: {TOO_FEW_GPUS}; --mbmem-require-gpus makes that a failure"
         yield from self._written
+
+
+def _text(report: pytest.TestReport) -> str:
+    """What failed, or why the test was skipped."""
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+    return reason.removeprefix("Skipped: ")
 
 
 def _outcome(report: pytest.TestReport, before: str) -> str:

@@ -134,6 +134,7 @@ class TestResult:
     findings: list[Finding] = field(default_factory=list)  # of the diagnosis
     failure: str = ""  # pytest's text of what failed, in setup, call and teardown; of a skipped test the reason
     artifacts: list[str] = field(default_factory=list)  # paths of what the failure left: folder, snapshots
+    earlier: list[str] = field(default_factory=list)  # texts of its failures before it was run again
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""
@@ -148,6 +149,7 @@ class TestResult:
             "findings": [dataclasses.asdict(f) for f in self.findings],
             "failure": self.failure,
             "artifacts": self.artifacts,
+            "earlier": self.earlier,
         }
 
     @classmethod
@@ -164,8 +166,11 @@ class TestResult:
             cast(Finding, read_plain(Finding, f, f"{source}: {test}: finding")) for f in data.get("findings", ())
         ]
         failure = read_plain(str, data.get("failure", ""), f"{source}: {test}: failure")
-        artifacts = list(read_plain(tuple[str, ...], data.get("artifacts", ()), f"{source}: {test}: artifacts"))
-        return cls(test, outcome, duration, measured, sweeps, growths, proofs, findings, failure, artifacts)
+        artifacts, earlier = (
+            list(read_plain(tuple[str, ...], data.get(key, ()), f"{source}: {test}: {key}"))
+            for key in ("artifacts", "earlier")
+        )
+        return cls(test, outcome, duration, measured, sweeps, growths, proofs, findings, failure, artifacts, earlier)
 
 
 @dataclass

@@ -13,8 +13,10 @@ from ..split import parts_lines, split_of
 from ..throughput import figure_text
 from ..units import format_bytes, format_fraction
 from .comparisons import sweep_lines
+from .findings import TITLE, findings_lines, found_in
 from .oom import headline as out_of_memory
 from .oom import message_lines
+from .ratchet import history_lines
 from .results import Measured, Results
 from .rows import (
     Row,
@@ -55,6 +57,8 @@ def failure_text(nodeid: str, measured: Measured, judgement: Judgement, to_paste
         lines += ["", *notes] if notes else []
         held = judged_lines(measured, judgement)
         lines += ["", *held] if held else []
+        past = history_lines(judgement.history, judgement.measured or 0, format_bytes)
+        lines += ["", *past] if past else []
     advice = list(advice_lines(nodeid, judgement.verdict, to_paste, "memory")) if judgement.gate.limit is None else []
     return "\n".join([*lines, "", *advice] if advice else lines)
 
@@ -217,6 +221,11 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
         yield f"job: {measurement.world_size} ranks, {len(ranks)} of them measured"
         yield ""
         yield from _rank_table(ranks)
+    from .estimates import measurement_line  # the catalogue of constraints, which no other report needs
+
+    if line := measurement_line(measurement):
+        yield ""
+        yield line
     worst = worst_of(measurement)
     if worst is not None:
         yield ""
@@ -247,6 +256,8 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
         yield ""
         yield f"FAILED: {failure.kind} on rank {failure.rank}{place}"
         yield from message_lines(failure)
+        if findings := found_in(measurement):
+            yield from ("", f"{TITLE}:", "", *findings_lines(findings))
 
 
 def _rank_table(ranks: Sequence[RankMeasurement]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 
@@ -70,6 +71,14 @@ def shortened(message: str) -> list[str]:
     if left_out <= 1:  # saying so would take a line as well
         return lines
     return [*lines[:_MESSAGE_START], f"... {left_out} lines left out ...", *lines[-_MESSAGE_END:]]
+
+
+def headline(failure: str) -> str:
+    """Of pytest's text of a failure the line that says what was raised; of a gate's the first one."""
+    # xdist begins with the worker's name: "[gw0] linux -- Python 3.11.7 /usr/bin/python3"
+    lines = [line for line in failure.splitlines() if line.strip() and not re.match(r"\[gw\d+\] ", line)]
+    raised = next((line[2:].strip() for line in lines if line.startswith("E  ")), None)
+    return raised or (lines[0].strip() if lines else "")
 
 
 def printable(line: str) -> str:

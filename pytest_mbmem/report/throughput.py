@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from ..measurement import Measurement
-from ..throughput import SOLO, STEP_METRICS, Throughput, ThroughputJudgement, format_ns, untimed
+from ..throughput import SOLO, STEP_METRICS, Throughput, ThroughputJudgement, figure_text, format_ns, untimed
 from ..units import format_bytes, format_fraction
 from .oom import message_lines
+from .ratchet import history_lines
 from .results import Measured
 from .rows import rank_text
 from .text import advice_lines, aligned, note_lines
@@ -45,6 +47,9 @@ def throughput_failure_text(
     else:
         notes = dict.fromkeys(note for judgement in judgements for note in judgement.notes)
         lines += [line for note in notes for line in note_lines(note)] + [""] * bool(notes)
+        for judgement in judgements:
+            past = history_lines(judgement.history, judgement.measured or 0, partial(figure_text, judgement.metric_id))
+            lines += [*past, ""] if past else []
     for verdict in dict.fromkeys(j.verdict for j in judgements if j.against_minimum is None):
         lines += advice_lines(nodeid, verdict, to_paste, "time")
     return "\n".join(lines).rstrip()
