@@ -18,7 +18,9 @@ def pytest(*arguments: str) -> int:
 
 def main() -> int:
     print("1. Recipe tests of real Megatron Core models, on a GPU that is not there.")
-    passed = pytest("examples", "--ignore=examples/pull_request", f"--mbmem-html={REPORT.name}")
+    # A module stays in one process, where its tests share what they compare.
+    parallel = ("-n", "2", "--dist", "loadfile")
+    passed = pytest("examples", "--ignore=examples/pull_request", *parallel, f"--mbmem-html={REPORT.name}")
     print("\n2. A pull request that keeps activations alive, against the baseline from before it: this must fail.")
     failed = pytest("examples/pull_request")
     if passed != 0 or failed != 1:

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cli_estimate, cli_reports
-from .cli_files import check_output as _check_output
-from .cli_files import write as _write
+from .cli_files import check_outputs, write
 from .errors import IncompatibleSettings, MeasurementFailed, TooFewGpus, UserError
 from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, choose_gpu, choose_ranks_mode, seconds
 
@@ -140,7 +139,7 @@ def _measure(arguments: argparse.Namespace) -> int:
     from .recipe import Recipe
     from .report.terminal import measurement_lines
 
-    _check_output(arguments.json, "--json")
+    check_outputs({"--json": arguments.json}, [path for path in (arguments.recipe, arguments.gpus) if path is not None])
     ranks, timeout = _ranks(arguments.ranks), seconds(arguments.timeout, "--timeout")
     recipe = Recipe.from_yaml(arguments.recipe)
     launcher = _launcher(arguments, timeout)
@@ -153,7 +152,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         launcher.close()
     print("\n".join(measurement_lines(measurement)))
     if arguments.json is not None:
-        _write(arguments.json, json.dumps(measurement.to_json(), indent=1) + "\n")
+        write(arguments.json, json.dumps(measurement.to_json(), indent=1) + "\n")
     return 0 if measurement.failure is None else 1
 
 
@@ -225,17 +224,18 @@ def _explain(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from .report import html
     from .report.json import load
+    from .report.run_figures import files_of
     from .report.terminal import summary_lines
     from .report.trend import read_series
 
-    _check_output(arguments.html, "--html")
     if arguments.earlier and arguments.html is None:
         raise UserError("--earlier: nothing shows it; give --html FILE too, or see `mbmem trend`")
+    check_outputs({"--html": arguments.html}, [arguments.results, *files_of(arguments.earlier)])
     results, earlier = load(arguments.results), read_series(arguments.earlier) if arguments.earlier else ()
     lines = summary_lines(results, shutil.get_terminal_size().columns)
     print("\n".join(lines) if lines else f"{arguments.results}: no test measured anything")
     if arguments.html is not None:
-        _write(arguments.html, html.page(results, earlier))
+        write(arguments.html, html.page(results, earlier))
     return 0
 
 
@@ -258,12 +258,12 @@ def _snapshot(arguments: argparse.Namespace) -> int:
     from .history.summary import Summary
     from .report.snapshots import summary_lines
 
-    _check_output(arguments.json, "--json")
+    check_outputs({"--json": arguments.json}, [arguments.file])
     device, top = _whole(arguments.device, "--device"), _whole(arguments.top, "--top")
     summary = Summary.of(read_snapshot(arguments.file, device))
     print("\n".join(summary_lines(summary, top or 0)))
     if arguments.json is not None:
-        _write(arguments.json, json.dumps(summary.to_json(), indent=1) + "\n")
+        write(arguments.json, json.dumps(summary.to_json(), indent=1) + "\n")
     return 0
 
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .cli_files import check_output, write
+from .cli_files import check_outputs, write
 from .errors import MeasurementFailed, UserError
 from .options import DEFAULT_GPU, DEFAULT_TIMEOUT, choose_gpu, seconds
 
@@ -32,8 +32,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",
-        default=str(DEFAULT_TIMEOUT),
-        help="with --measure: time limit of one rank (default: %(default)s)",
+        help=f"with --measure: time limit of one rank (default: {DEFAULT_TIMEOUT:g})",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the estimate as JSON")
     parser.set_defaults(run=_estimate)
@@ -44,8 +43,13 @@ def _estimate(arguments: argparse.Namespace) -> int:
     from .recipe import Recipe
     from .report.estimates import Side, estimate_lines
 
-    check_output(arguments.json, "--json")
-    timeout = seconds(arguments.timeout, "--timeout")
+    inputs = (arguments.recipe, arguments.real, arguments.gpus)
+    check_outputs({"--json": arguments.json}, [path for path in inputs if path is not None])
+    timeout = DEFAULT_TIMEOUT
+    if arguments.timeout is not None:
+        timeout = seconds(arguments.timeout, "--timeout")
+        if not arguments.measure:
+            raise UserError("--timeout: nothing is measured without --measure; leave it out")
     gpu = choose_gpu(arguments.virtual_gpu or DEFAULT_GPU, arguments.gpus, "--virtual-gpu")
     recipe = Recipe.from_yaml(arguments.recipe)
     found = estimate(recipe)
@@ -63,6 +67,7 @@ def _estimate(arguments: argparse.Namespace) -> int:
 
 def _measure(gpu: Gpu, recipe: Recipe, timeout: float) -> Measurement:
     """The recipe's ranks that can differ, so that the estimate's choice of a rank is judged too."""
+    from .compare import how
     from .measure.launch import Launcher
 
     launcher = Launcher(gpu, timeout=timeout)
@@ -72,10 +77,7 @@ def _measure(gpu: Gpu, recipe: Recipe, timeout: float) -> Measurement:
         launcher.close()
     failure = measurement.failure
     if failure is not None:
-        place = f" in {failure.name}" if failure.name else ""
-        raise MeasurementFailed(
-            f"--measure: {failure.kind} on rank {failure.rank}{place}; leave it out to estimate alone"
-        )
+        raise MeasurementFailed(f"--measure: {how(failure)}; leave it out to estimate alone")
     return measurement
 
 

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from .errors import UserError
 from .files import write_report
+from .options import check_output, check_that_files_differ, check_that_inputs_stay
 
 
-def check_output(path: Path | None, option: str) -> None:
-    """Before anything takes time. Raises `UserError` for what can hold no file."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise UserError(f"{option}: {path} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise UserError(f"{option}: the folder {path.parent} does not exist")
+def check_outputs(paths: Mapping[str, Path | None], inputs: Iterable[Path] = ()) -> None:
+    """Before anything takes time. Raises `UserError` for an option's path that cannot be written, or is another's.
 
-
-def check_outputs(paths: dict[str, Path | None]) -> None:
-    """The same for each option's path, which must differ."""
+    A path that is one of `inputs` is refused too.
+    """
     for option, path in paths.items():
-        check_output(path, option)
-        for other, same in paths.items():
-            if other != option and path is not None and same is not None and path.absolute() == same.absolute():
-                raise UserError(f"{option} and {other} name the same file: {path}")
+        if path is not None:
+            check_output(path, option)
+    check_that_files_differ(paths)
+    check_that_inputs_stay(paths, inputs)
 
 
 def write(path: Path, text: str) -> None:

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .cli_files import check_output, check_outputs, write
+from .cli_files import check_outputs, write
 from .errors import UserError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         required=True, metavar="COMMAND"
     )
     merge = junit.add_parser("merge", help="files of ranks, shards and reruns as one, with each case once")
-    merge.add_argument("output", type=Path, metavar="OUT.xml")
+    merge.add_argument("--out", type=Path, required=True, metavar="FILE", help="write here; may be one of them")
     merge.add_argument("files", type=Path, nargs="+", metavar="FILE.xml")
     merge.add_argument("--same-run", action="store_true", help="all files are of one run: a failure in any counts")
     merge.set_defaults(run=_merge)
@@ -62,42 +62,45 @@ def add(commands: Any) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    from .report import markdown, pages
+    from .report import comments, pages
     from .report.compared import Compared, broken_rules
-    from .report.run_figures import is_xml
-    from .report.two_files import File, compare_lines
+    from .report.run_figures import File
+    from .report.two_files import compare_lines
 
     rules = _rules(arguments.fail_on)
-    check_outputs({"--html": arguments.html, "--markdown": arguments.markdown})
-    xml = [path for path in (arguments.first, arguments.second) if is_xml(path)]
+    outputs = {"--html": arguments.html, "--markdown": arguments.markdown}
+    check_outputs(outputs, (arguments.first, arguments.second))
+    files = File.load(arguments.first), File.load(arguments.second)
+    xml = [file.path for file in files if file.is_junit]
     if xml and arguments.phases:
         raise UserError(f"--phases: {xml[0]} is a JUnit file, which has no phases; name a file of --mbmem-json")
     if not xml:
-        files = File.load(arguments.first), File.load(arguments.second)
         print("\n".join(compare_lines(*files, every_phase=arguments.phases)))
     if not (xml or rules or arguments.figures or arguments.html or arguments.markdown):
         return 0
-    compared = Compared.of(arguments.first, arguments.second)
+    compared = Compared.of(*files)
     broken = broken_rules(compared.rows, rules)
     if xml or rules or arguments.figures:
         print("\n".join([*([] if xml else [""]), *compared.lines(), *broken]))
     if arguments.html is not None:
         write(arguments.html, pages.compare_page(compared))
     if arguments.markdown is not None:
-        write(arguments.markdown, markdown.comparison(compared))
+        write(arguments.markdown, comments.comparison(compared))
     return 1 if broken else 0
 
 
 def _trend(arguments: argparse.Namespace) -> int:
-    from .report import markdown, pages
+    from .report import comments, pages
     from .report.compared import broken_rules, trend_rows
     from .report.fail_on import MISSING
+    from .report.run_figures import files_of
     from .report.trend import lines_of, read_series
 
     rules = _rules(arguments.fail_on)
     if any(rule.metric == MISSING for rule in rules):
         raise UserError(f"--fail-on: {MISSING} is for `mbmem compare`; runs of a trend may have different tests")
-    check_outputs({"--html": arguments.html, "--markdown": arguments.markdown, "--json": arguments.json})
+    outputs = {"--html": arguments.html, "--markdown": arguments.markdown, "--json": arguments.json}
+    check_outputs(outputs, files_of(arguments.files))
     series = read_series(arguments.files)
     if not series:
         raise UserError(f"{', '.join(map(str, arguments.files))}: no test has figures")
@@ -107,7 +110,7 @@ def _trend(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         write(arguments.html, pages.trend_page(shown))
     if arguments.markdown is not None:
-        write(arguments.markdown, markdown.trend(shown))
+        write(arguments.markdown, comments.trend(shown))
     if arguments.json is not None:
         write(arguments.json, json.dumps([dataclasses.asdict(one) for one in shown], indent=1) + "\n")
     return 1 if broken else 0
@@ -131,9 +134,9 @@ def _merge(arguments: argparse.Namespace) -> int:
     from .report import junit_xml
     from .report.junit_merge import merge
 
-    check_output(arguments.output, "OUT.xml")
+    check_outputs({"--out": arguments.out})
     xml = merge(arguments.files, same_run=arguments.same_run)
-    write(arguments.output, junit_xml.text(xml))
+    write(arguments.out, junit_xml.text(xml))
     files = "1 file" if len(arguments.files) == 1 else f"{len(arguments.files)} files"
     print(f"cases of {files}: {xml.tests}, failures: {xml.failures}, errors: {xml.errors}")
     return 0
@@ -144,7 +147,7 @@ def _add(arguments: argparse.Namespace) -> int:
     from .report.junit_add import add
 
     output = arguments.out or arguments.junit
-    check_output(output, "--out")
+    check_outputs({"PYTEST.xml" if arguments.out is None else "--out": output}, [arguments.results])
     added = add(arguments.results, arguments.junit)
     write(output, junit_xml.text(added.xml))
     print(f"tests that got their figures: {added.tests}")

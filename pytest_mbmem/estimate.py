@@ -33,10 +33,14 @@ from .closed_form.activations import Kept, Shape, Working
 from .closed_form.stages import Chunk, in_flight, stages
 from .closed_form.states import Counted
 from .closed_form.terms import Term, text, total
+from .errors import UserError
 from .recipe import Recipe
 
 Category = Literal["dense and embedding", "routed experts", "activations"]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
+
+MOST = 100_000
+"""Layers, and model chunks, of a recipe: more of them are a slip of the keyboard, and would take minutes."""
 
 NOT_IN_IT = (
     "allocator fragmentation and rounding",
@@ -120,9 +124,15 @@ def estimate(recipe: Recipe) -> Estimate:
     of equal ones), and among expert-parallel ranks the first, which receives most tokens. Shards of a distributed
     optimizer are equal but for padding.
 
-    Raises `IncompatibleSettings` for a recipe whose settings exclude each other.
+    Raises `IncompatibleSettings` for a recipe whose settings exclude each other, `UserError` for one beyond `MOST`.
     """
     incompatibilities.check(recipe)
+    layers, chunks = recipe.model.num_layers, recipe.parallelism.pp * (recipe.parallelism.vpp or 1)
+    if max(layers, chunks) > MOST:
+        raise UserError(
+            f"{recipe.origin[0]}: {layers} layers in {chunks} model chunks: the estimate goes through each of them, "
+            f"{MOST} at most"
+        )
     of_stages = [_Stage(recipe, number, chunks) for number, chunks in enumerate(stages(recipe))]
     totals = tuple(stage.total for stage in of_stages)
     most = of_stages[totals.index(max(totals))]
@@ -190,8 +200,6 @@ def _notes(recipe: Recipe) -> Iterator[str]:
         yield f"the first expert-parallel rank {share} of the tokens"
         if moe.moe_token_dispatcher_type != "alltoall":
             yield f"what the {moe.moe_token_dispatcher_type} dispatcher holds of its own is not in the formula"
-    if memory.distribute_saved_activations:
-        yield "distribute_saved_activations shares the saved inputs of layers out over tensor-parallel ranks"
 
 
 @dataclass(frozen=True)
@@ -277,7 +285,7 @@ class _Stage:
         kinds = [pattern[layer] for layer in chunk.layers]
         whole, inputs = self._recomputed(len(kinds))
         if inputs:
-            yield "inputs of recomputed layers", inputs, [activations.layer_input(shape)]
+            yield "inputs of recomputed layers", inputs, [activations.recomputed_input(shape)]
         for kind in sorted(set(kinds[whole:])):
             yield from self._layers(kinds[whole:].count(kind), has_experts=kind == 1)
         if 0 in chunk.layers:

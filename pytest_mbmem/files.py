@@ -1,4 +1,4 @@
-"""Files are written whole or not at all."""
+"""Files are read whole, and written whole or not at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import os
 from pathlib import Path
 
 from .errors import UserError
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole file, or what a pipe gives once. Raises `UserError`."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
 
 
 def write_atomically(path: Path, text: str) -> None:

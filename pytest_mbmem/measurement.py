@@ -396,7 +396,9 @@ def read_plain(hint: Any, value: Any, where: str) -> Any:
         raise UserError(f"{where}: {show(value)} is not one of {', '.join(arguments)}")
     if origin is tuple:
         if isinstance(value, (list, tuple)):
-            if arguments[0] is int and all(type(part) is int for part in value):  # thousands of them
+            if arguments[0] is int and all(
+                type(part) is int and -MOST < part < MOST for part in value
+            ):  # thousands of them
                 return tuple(value)
             return tuple(read_plain(arguments[0], part, f"{where}[{index}]") for index, part in enumerate(value))
         raise UserError(f"{where}: {show(value)} is not a list")
@@ -416,11 +418,15 @@ def read_plain(hint: Any, value: Any, where: str) -> Any:
             if key not in value and not optional:
                 raise UserError(f"{where}: the key {key!r} is missing")
         return hint(**{key: read_plain(fields[key][0], part, f"{where}.{key}") for key, part in value.items()})
-    if hint is float and type(value) is int:  # some programs rewrite 0.0 as 0
+    if hint is float and type(value) is int and abs(value) < MOST:  # some programs rewrite 0.0 as 0
         return float(value)
-    if type(value) is hint and value == value:  # exactly: True is not 1, and NaN is no number
+    # exactly: True is not 1, and NaN is no number
+    if type(value) is hint and value == value and (hint is not int or abs(value) < MOST):
         return value
     raise UserError(f"{where}: {show(value)} is not {_NAMES[hint]}")
 
 
-_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+MOST = 10**30
+"""No count of bytes, FLOPs or nanoseconds is as high."""
+
+_NAMES = {int: "a whole number of 30 digits or less", float: "a number", str: "a text", bool: "true or false"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -181,10 +181,9 @@ class Options:
             slack=given.slack(),
             in_use=given.anything or host or real or baselines.is_dir(),
         )
-        named = {"--mbmem-json": options.json, "--mbmem-html": options.html, "--mbmem-junit": options.junit}
-        named["--mbmem-metrics"] = options.metrics
-        named["--junitxml"] = given.junitxml()
-        _check_that_files_differ(named)
+        written = ("json", "html", "junit", "metrics")
+        named = {f"--mbmem-{name}": getattr(options, name) for name in written}
+        check_that_files_differ({**named, "--junitxml": given.junitxml()})
         if gpu_name != DEFAULT_GPU or gpus_file is not None:  # only then is there something to check
             choose_gpu(gpu_name, gpus_file, gpu_source)
         if torchrun is not None and torchrun.rank > 0:  # the first one reports and writes
@@ -264,12 +263,7 @@ class _Given:
         if value is None:
             return None
         path = self._absolute(value, self.config.invocation_params.dir, f"--mbmem-{name}")
-        if path.is_dir():
-            raise UserError(f"--mbmem-{name}: {path} is a folder; name a file")
-        if not path.parent.is_dir():
-            raise UserError(f"--mbmem-{name}: the folder {path.parent} does not exist")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise UserError(f"--mbmem-{name}: {path} cannot be written")
+        check_output(path, f"--mbmem-{name}")
         return path
 
     def earlier(self) -> tuple[Series, ...]:
@@ -282,12 +276,15 @@ class _Given:
             raise UserError("--mbmem-earlier: nothing shows it; give --mbmem-html=FILE too, or see `mbmem trend`")
         if not paths or hasattr(self.config, "workerinput"):  # xdist's controller alone reports
             return ()
+        from .report.run_figures import files_of
         from .report.trend import read_series
 
         try:
-            return tuple(read_series(paths))
+            series = tuple(read_series(paths))
         except UserError as error:
             raise UserError(f"--mbmem-earlier: {error}") from None
+        check_that_inputs_stay({"--mbmem-html": self.output("html")}, files_of(paths))
+        return series
 
     def junitxml(self) -> Path | None:
         """Where pytest itself writes a JUnit file."""
@@ -348,13 +345,36 @@ class _Given:
         return Path(os.path.normpath(folder / value))
 
 
-def _check_that_files_differ(files: Mapping[str, Path | None]) -> None:
-    seen: dict[Path, str] = {}
-    for option, path in files.items():
-        if path is not None and path in seen:
-            raise UserError(f"{seen[path]} and {option} name the same file: {path}")
-        if path is not None:
-            seen[path] = option
+def check_output(path: Path, source: str) -> None:
+    """Before anything takes time. Raises `UserError` naming the option or so for what cannot be written."""
+    try:
+        if path.is_dir():
+            raise UserError(f"{source}: {path} is a folder; name a file")
+        if not path.parent.is_dir():
+            raise UserError(f"{source}: the folder {path.parent} does not exist")
+        target = Path(os.path.realpath(path))
+        needed = [target] if target.exists() else []
+        needed += [] if needed and not target.is_file() else [target.parent]  # where the new file is made
+    except OSError as error:  # as of a name that is too long
+        raise UserError(f"{source}: {path} cannot be written ({error.strerror})") from None
+    if not all(os.access(one, os.W_OK) for one in needed):
+        raise UserError(f"{source}: {path} cannot be written")
+
+
+def check_that_inputs_stay(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> None:
+    """Raise `UserError` if an option's path is a file that is read."""
+    read = {os.path.realpath(path) for path in inputs}
+    for option, path in outputs.items():
+        if path is not None and os.path.realpath(path) in read:
+            raise UserError(f"{option}: {path} is read, and would be lost; name another file")
+
+
+def check_that_files_differ(named: Mapping[str, Path | None]) -> None:
+    """Raise `UserError` if two options name the same file."""
+    seen: dict[str, str] = {}
+    for option, path in named.items():
+        if path is not None and (other := seen.setdefault(os.path.realpath(path), option)) != option:
+            raise UserError(f"{other} and {option} name the same file: {path}")
 
 
 def _machine() -> Machine:

@@ -23,7 +23,7 @@ _LEFT_OUT = frozenset(
         # what is written
         *("basetemp", "xmlpath", "report_log", "htmlpath", "log_file", "debug"),
         *("mbmem_json", "mbmem_html", "mbmem_snapshots", "mbmem_artifacts", "mbmem_update", "mbmem_reason"),
-        *("mbmem_junit", "mbmem_earlier"),
+        *("mbmem_junit", "mbmem_earlier", "mbmem_metrics"),
     ]
 )
 

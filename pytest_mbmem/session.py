@@ -1191,7 +1191,7 @@ class MeasuringTests:
         if call.when == "call":
             from .report.junit import properties
 
-            mine = properties(record.measured, record.sweeps, record.proofs, item.nodeid)
+            mine = properties(record.measured, record.sweeps, record.growths, record.proofs, item.nodeid)
             names = {name for name, _ in mine}
             item.user_properties[:] = [p for p in item.user_properties if p[0] not in names] + mine
         report = yield

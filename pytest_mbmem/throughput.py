@@ -97,7 +97,9 @@ STEP_METRICS: Mapping[str, Kind] = {
     "collective-bytes": Kind("collective bytes", "bytes", format_bytes, 0),
     "moved-bytes": Kind("moved bytes", "bytes", format_bytes, 0),
 }
-_TIMES: tuple[StepMetric, ...] = ("throughput", "solo-throughput")
+TIMES: tuple[StepMetric, ...] = ("throughput", "solo-throughput")
+"""Step times, in nanoseconds."""
+
 _COUNTS: tuple[StepMetric, ...] = ("counted-flops", "collective-bytes", "moved-bytes")
 
 
@@ -351,19 +353,19 @@ class ThroughputJudgement:
     @property
     def what(self) -> str:
         """What is judged, in sentences."""
-        return "throughput" if self.metric_id in _TIMES else f"{STEP_METRICS[self.metric_id].name} of a step"
+        return "throughput" if self.metric_id in TIMES else f"{STEP_METRICS[self.metric_id].name} of a step"
 
     @property
     def against_minimum(self) -> Rate | None:
         """The minimum that throughput is judged by; None where a baseline is."""
-        return self.gate.minimum if self.metric_id in _TIMES else None
+        return self.gate.minimum if self.metric_id in TIMES else None
 
     @property
     def change(self) -> float | None:
         """Against the baseline as a fraction: of throughput -0.02 is 2% less, of what is counted 0.02 is 2% more."""
         if not self.measured or not self.reference or self.verdict == "stale":
             return None
-        if self.metric_id in _TIMES:
+        if self.metric_id in TIMES:
             return self.reference / self.measured - 1
         return self.measured / self.reference - 1
 
@@ -539,7 +541,7 @@ def _against_baseline(
 
 def _missing_notes(metric: StepMetric, baseline: Entry) -> Iterator[str]:
     yield f"the test's baseline has no figure {metric!r}"
-    if metric in _TIMES and any(other in baseline.figures for other in _TIMES):
+    if metric in TIMES and any(other in baseline.figures for other in TIMES):
         was, now = ("solo", "jointly") if metric == "throughput" else ("jointly", "solo")
         yield f"the one that it has was recorded with ranks that ran {was}, and these ran {now}"
 

@@ -204,3 +204,17 @@ def test_an_estimate_of_a_recipe_that_is_refused_now_says_so(recipe: Recipe) -> 
     line = measurement_line(dataclasses.replace(measured(recipe), recipe=refused.to_dict()))
     assert line.startswith("estimate: none: ")
     assert "incompatible settings" in line
+
+
+def test_sizes_that_would_take_minutes_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {num_layers: 1000000000000, hidden_size: 64, num_attention_heads: 4}\n")
+    assert main(["estimate", str(path)]) == 2
+    assert f"{path}: 1000000000000 layers in 1 model chunks: the estimate goes through each" in capsys.readouterr().err
+
+
+def test_a_time_limit_without_a_measurement_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("model: {num_layers: 2, hidden_size: 64, num_attention_heads: 4}\n")
+    assert main(["estimate", str(path), "--timeout", "5"]) == 2
+    assert "--timeout: nothing is measured without --measure" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -62,6 +63,16 @@ def test_trend_shows_and_writes_what_it_read(
         [GIB, GIB, 4 * GIB],
         [GIB, 2 * GIB],
     ]
+
+
+def test_compare_reads_a_pipe_as_well(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    reading, writing = os.pipe()
+    os.write(writing, runs[0].read_bytes())
+    os.close(writing)
+    status, lines, err = mbmem(capsys, "compare", f"/dev/fd/{reading}", runs[2], "--figures")
+    os.close(reading)
+    assert (status, err) == (0, "")
+    assert lines[-1] == "3 figures of 2 tests: 1 worse, 1 gone, 1 same"
 
 
 def test_trend_fails_on_what_got_worse_since_the_run_before(
@@ -129,15 +140,17 @@ def test_junit_merge_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixtu
     cases = ["<testcase name='a'><failure message='no'/></testcase><testcase name='b'/>", "<testcase name='a'/>"]
     for minute, (path, case) in enumerate(zip(files, cases, strict=True)):
         path.write_text(XML.format(minute=minute, cases=case))
-    status, lines, err = mbmem(capsys, "junit", "merge", tmp_path / "out.xml", *files)
+    status, lines, err = mbmem(capsys, "junit", "merge", "--out", tmp_path / "out.xml", *files)
     assert (status, err) == (0, "")
     assert lines == [f"written: {tmp_path / 'out.xml'}", "cases of 2 files: 2, failures: 0, errors: 0"]
-    assert mbmem(capsys, "junit", "merge", files[0], *files, "--same-run")[1][1].endswith("failures: 1, errors: 0")
+    assert mbmem(capsys, "junit", "merge", "--out", files[0], *files, "--same-run")[1][1].endswith(
+        "failures: 1, errors: 0"
+    )
 
 
 def test_junit_merge_of_a_damaged_file_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.xml").write_text("<testsuite")
-    status, lines, err = mbmem(capsys, "junit", "merge", tmp_path / "out.xml", tmp_path / "a.xml")
+    status, lines, err = mbmem(capsys, "junit", "merge", "--out", tmp_path / "out.xml", tmp_path / "a.xml")
     assert (status, lines) == (2, [])
     assert err.startswith(f"mbmem: error: {tmp_path / 'a.xml'}: cannot be read as XML")
     assert not (tmp_path / "out.xml").exists()
@@ -155,3 +168,65 @@ def test_junit_add_writes_to_the_file_or_beside_it(
     assert pytests.read_text() == before
     assert mbmem(capsys, "junit", "add", runs[0], pytests)[0] == 0
     assert pytests.read_text() == out.read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compare", "{a}", "{b}", "--html", "{a}"],
+        ["compare", "{a}", "{b}", "--markdown", "{b}"],
+        ["trend", "{folder}", "--json", "{a}"],
+        ["report", "{a}", "--html", "{link}"],
+        ["report", "{a}", "--html", "{b}", "--earlier", "{b}"],
+        ["junit", "add", "{a}", "{b}", "--out", "{a}"],
+        ["estimate", "{a}", "--json", "{a}"],
+        ["measure", "{a}", "--json", "{a}"],
+        ["snapshot", "{a}", "--json", "{a}"],
+    ],
+)
+def test_a_file_that_is_read_is_not_written_over(
+    runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    (tmp_path / "link").symlink_to(runs[0])
+    before = [path.read_text() for path in runs]
+    places = {"a": runs[0], "b": runs[1], "folder": tmp_path, "link": tmp_path / "link"}
+    status, lines, err = mbmem(capsys, *(argument.format(**places) for argument in arguments))
+    assert (status, lines) == (2, [])
+    assert err.endswith(" is read, and would be lost; name another file\n")
+    assert [path.read_text() for path in runs] == before
+
+
+def test_a_figure_that_nothing_has_is_refused(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
+    runs[0].write_text(runs[0].read_text().replace(str(GIB), "1" + "0" * 400))
+    runs[1].write_text(runs[1].read_text().replace(f'"{GIB}"', f'"{"9" * 400}"'))
+    status, lines, err = mbmem(capsys, "trend", runs[0])
+    assert (status, lines) == (2, [])
+    assert err.startswith(f"mbmem: error: {runs[0]}: t.py::test_a")
+    assert err.endswith(" is not a whole number of 30 digits or less\n")
+    status, lines, err = mbmem(capsys, "trend", runs[1], "--metric", "allocated")
+    assert (status, err) == (0, "")
+    assert [line.split()[0] for line in lines[1:-1]] == ["t.py::test_b"]
+
+
+@pytest.mark.parametrize("option", ["--html", "--markdown"])
+def test_a_name_that_no_file_can_have_is_one_message(
+    runs: list[Path], capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    status, lines, err = mbmem(capsys, "trend", runs[0], option, "n" * 300)
+    assert (status, lines) == (2, [])
+    assert err == f"mbmem: error: {option}: {'n' * 300} cannot be written (File name too long)\n"
+    assert mbmem(capsys, "trend", "n" * 300)[2].endswith(": cannot be read (File name too long)\n")
+
+
+def test_a_time_before_the_year_1_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "a.xml"
+    path.write_text("<testsuite name='s' timestamp='0001-01-01T00:00:00+14:00'><testcase name='a'/></testsuite>")
+    assert mbmem(capsys, "junit", "merge", "--out", tmp_path / "out.xml", path)[0] == 0
+
+
+def test_a_figure_that_was_0_is_worse_now(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / "1.json", tmp_path / "2.json"]
+    for day, (path, peak) in enumerate(zip(paths, (0, GIB), strict=True), 1):
+        path.write_text(json_report.text(results({"test_a": peak}, day)))
+    status, lines, _ = mbmem(capsys, "trend", *paths, "--fail-on", "allocated:1%")
+    assert (status, lines[-1]) == (1, "--fail-on allocated:1%: t.py::test_a allocated: 0 B -> 1.00 GiB (worse)")

@@ -29,7 +29,6 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from conftest import CACHE
 from doc_pages import DIRECTIVES, PAGES, ROOT, Block, Page
 from gpu_stand_ins import share_server, stand_ins
 
@@ -231,7 +230,6 @@ def test_the_examples_of_a_page_do_what_they_say(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(CACHE))  # pytester has a home of its own, and the driver is not built anew
     share_server(monkeypatch, launcher)
 
     if page.path == "docs/same-numbers.md":

@@ -235,7 +235,8 @@ def test_regather_keeps_shards_in_place_of_the_gathered_sequence() -> None:
         estimate(recipe(lora=Lora(rank=8, sequence_parallel_input_regather=r), **lora)).total for r in (False, True)
     ]
     tokens, hidden, layers = 4 * 512, 256, 4
-    assert sizes[0] - sizes[1] == layers * 2 * (tokens - tokens // 2) * hidden * 2  # inputs of qkv and fc1, in bf16
+    saved = layers * 2 * (tokens - tokens // 2) * hidden * 2  # inputs of qkv and fc1, in bf16
+    assert sizes[0] - sizes[1] == saved - tokens * hidden * 2  # less the buffer that these are gathered into
 
 
 def test_components_make_up_the_whole_and_say_how() -> None:
@@ -335,7 +336,19 @@ MEASURED = {
         ),
         0.01,
     ),
-    "LoRA": (recipe(lora=Lora(rank=16), **SP), 0.03),
+    "LoRA": (recipe(lora=Lora(rank=16), **SP), 0.01),
+    "LoRA with dropout": (recipe(lora=Lora(rank=16, dropout=0.1), **SP), 0.01),
+    "LoRA of experts": (recipe(with_experts(), lora=Lora(rank=16), **SP, etp=1), 0.01),
+    "saved inputs shared out": (
+        recipe(
+            tp=2,
+            distribute_saved_activations=True,
+            recompute_granularity="full",
+            recompute_method="uniform",
+            recompute_num_layers=1,
+        ),
+        0.02,
+    ),
 }
 
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pytest_mbmem.report.run_figures import read
+from pytest_mbmem.report.run_figures import File
 
 TESTS = """
     import pytest
@@ -51,7 +51,7 @@ def test_a_run_writes_a_case_for_each_verdict(project: pytest.Pytester, workers:
     assert {case.get("classname") for case in pytests.iter("testcase")} == {"test_it"}
     assert {case.get("classname") for case in cases.values()} == {"test_it"}
     for name in ("j.xml", "p.xml"):
-        assert {one.label: one.figures["allocated"] for one in read(project.path / name)} == {
+        assert {one.label: one.figures["allocated"] for one in File.load(project.path / name).tested} == {
             "test_it.py::test_fits[<b>&]": 64 * 2**20,
             "test_it.py::test_too_large": 64 * 2**20,
         }
@@ -144,3 +144,66 @@ def test_files_must_differ(project: pytest.Pytester, other: str) -> None:
     result = project.runpytest("--mbmem-junit=o", f"{other}=./o")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines([f"ERROR: *{other}* name the same file: */o"])
+
+
+def test_a_test_whose_worker_crashed_has_not_passed(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """pytest-xdist's report of the crash has nothing of this package, but the test's setup was reported before."""
+    monkeypatch.setenv("GITHUB_ACTIONS", "true")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", str(project.path / "summary.md"))
+    project.makepyfile(
+        """
+        import os
+        import signal
+
+        def test_a(mbmem): mbmem.measure("recipe.yaml")
+
+        def test_crashes(mbmem):
+            mbmem.measure("recipe.yaml")
+            os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    result = project.runpytest_subprocess("--mbmem-junit=j.xml", "-n", "1")
+    result.stdout.fnmatch_lines(["::error file=test_it.py,*title=mbmem error%3A test_crashes::worker 'gw0' crashed *"])
+    (case,) = (c for c in ElementTree.parse(project.path / "j.xml").iter("testcase") if c.get("name") == "test_crashes")
+    (error,) = case.iterfind("error")
+    assert error.get("message") == "worker 'gw0' crashed while running 'test_it.py::test_crashes'"
+    assert "1 of 2 tests that measure failed" in project.path.joinpath("summary.md").read_text()
+
+
+@pytest.mark.parametrize("end", ["raise KeyboardInterrupt", "pytest.exit('enough')"])
+def test_a_test_that_was_interrupted_has_not_passed(project: pytest.Pytester, end: str) -> None:
+    project.makepyfile(
+        f"""
+        import pytest
+
+        def test_a(mbmem): mbmem.measure("recipe.yaml")
+
+        def test_ends(mbmem):
+            mbmem.measure("recipe.yaml")
+            {end}
+
+        def test_never(mbmem): mbmem.measure("recipe.yaml")
+        """
+    )
+    project.runpytest_subprocess("--mbmem-junit=j.xml")
+    cases = {case.get("name"): case for case in ElementTree.parse(project.path / "j.xml").iter("testcase")}
+    assert set(cases) == {"test_a measured", "test_ends"}
+    (error,) = cases["test_ends"].iterfind("error")
+    assert error.get("message") == "the session ended before this test did"
+
+
+def test_an_earlier_run_is_not_written_over(project: pytest.Pytester) -> None:
+    project.makepyfile(TESTS)
+    project.runpytest("--mbmem-json=o.json")
+    before = project.path.joinpath("o.json").read_text()
+    result = project.runpytest("--mbmem-html=o.json", "--mbmem-earlier=o.json")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["ERROR: --mbmem-html: */o.json is read, and would be lost; name another file"])
+    assert project.path.joinpath("o.json").read_text() == before
+
+
+@pytest.mark.parametrize("option", ["--mbmem-html", "--mbmem-junit", "--mbmem-metrics"])
+def test_a_name_that_no_file_can_have_is_refused_before_anything_runs(project: pytest.Pytester, option: str) -> None:
+    result = project.runpytest(f"{option}={'n' * 300}")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines([f"ERROR: {option}: * cannot be written (File name too long)"])

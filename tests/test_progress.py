@@ -324,12 +324,13 @@ def test_a_terminal_shows_after_the_run_what_it_shows_without_progress(
     option: str,
 ) -> None:
     monkeypatch.setattr(Terminal, "can_rewrite", property(lambda self: True))
+    monkeypatch.setenv("COLUMNS", "200")  # the line of the rootdir fits
 
     def shown() -> tuple[str, list[str]]:
         capsys.readouterr()
         slow_project.runpytest_inprocess("--capture=fd", *filter(None, [option])).assert_outcomes(passed=3)
         text = capsys.readouterr().out  # pytester's own result has lost where lines are written over
-        screen = Screen(columns=120)
+        screen = Screen(columns=200)
         screen.write(text)
         return text, [re.sub(r" in [\d.]+s =+", "", line) for line in screen.text()]
 

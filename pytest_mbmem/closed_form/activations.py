@@ -123,6 +123,13 @@ class Shape:
         return sum(routing.shares(self.recipe)[0]) * split.ep * split.expert_tp
 
 
+def recomputed_input(shape: Shape) -> Term:
+    """What a layer that is recomputed whole keeps: its input, or this rank's part of it."""
+    if not shape.recipe.memory.distribute_saved_activations:
+        return layer_input(shape)
+    return shape.of("part of its input", shape.tokens, shape.recipe.model.hidden_size // shape.tp)
+
+
 def layer_input(shape: Shape) -> Term:
     """What a layer begins with; of the first one the embedding's output, or what the stage before sent."""
     return shape.of("its input", shape.shard, shape.recipe.model.hidden_size)
@@ -146,7 +153,11 @@ def frozen_attention(shape: Shape) -> list[Kept]:
 def layer(shape: Shape, *, has_experts: bool, recompute: bool = True) -> list[Kept]:
     """What one layer keeps beside its input, with the recipe's selective recompute or without any."""
     labels = shape.labels if recompute else ()
-    kept = [*_norms(shape), *_attention(shape), *(_experts(shape) if has_experts else _mlp(shape))]
+    kept = [
+        *_norms(shape, has_experts=has_experts),
+        *_attention(shape),
+        *(_experts(shape) if has_experts else _mlp(shape)),
+    ]
     kept += _adapters(shape, has_experts=has_experts)
     return [
         one
@@ -158,8 +169,8 @@ def layer(shape: Shape, *, has_experts: bool, recompute: bool = True) -> list[Ke
 
 
 def _learns(recipe: Recipe, target: str) -> bool:
-    """Whether a gradient needs the input of a linear: of its weight, or of an adapter's A."""
-    return recipe.lora is None or target in recipe.lora.targets
+    """Whether a gradient needs the input of a linear: of its weight, or of an A without dropout before it."""
+    return recipe.lora is None or (target in recipe.lora.targets and not recipe.lora.dropout)
 
 
 def _stats(shape: Shape, name: str, rows: int) -> Term:
@@ -175,16 +186,20 @@ def _gathers_for_adapter(shape: Shape, target: str) -> bool:
     return not lora.sequence_parallel_input_regather
 
 
-def _norms(shape: Shape) -> Iterator[Kept]:
-    """Two norms, and the sums that they and the next layer take; with dropout, masks of one byte."""
+def _norms(shape: Shape, *, has_experts: bool) -> Iterator[Kept]:
+    """Two norms, and the sums that they and the next layer take; with dropout, masks of one byte.
+
+    The router keeps its input, frozen or not (`RouterGatingLinearFunction`).
+    """
     model, part = shape.recipe.model, "norms and residuals"
     both = (
         ("norm before attention", "linear_qkv", ("layernorm",)),
         ("norm before the MLP", "linear_fc1", ("layernorm",)),
     )
     for name, target, labels in both:
-        if not _gathers_for_adapter(shape, target):
-            needed = "" if shape.recipe.lora is None else target
+        is_routed = has_experts and target == "linear_fc1"
+        if is_routed or not _gathers_for_adapter(shape, target):
+            needed = "" if shape.recipe.lora is None or is_routed else target
             yield Kept(part, shape.of(name, shape.shard, model.hidden_size), labels, needed)
         yield Kept(part, _stats(shape, name, shape.shard), labels)
     yield Kept(part, shape.of("sum after attention", shape.shard, model.hidden_size))
@@ -363,7 +378,10 @@ def _experts(shape: Shape) -> Iterator[Kept]:
 
 
 def _adapters(shape: Shape, *, has_experts: bool) -> Iterator[Kept]:
-    """What adapters keep beside their linear's input: the gathered sequence, dropout's result, and what A gives."""
+    """What adapters keep beside their linear's input, or in its place: dropout's result or the gathered sequence.
+
+    Dropout is before the gathering, and keeps a mask of what is not gathered yet. And what A gives.
+    """
     lora, model, part = shape.recipe.lora, shape.recipe.model, "adapters"
     if lora is None:
         return
@@ -376,12 +394,15 @@ def _adapters(shape: Shape, *, has_experts: bool) -> Iterator[Kept]:
         inputs["linear_fc2"] = model.expert_ffn_size // shape.recipe.parallelism.expert_tp
     for target, count in tokens.items():
         labels = _labels_of(target, has_experts=has_experts)
-        is_column = target in ("linear_qkv", "linear_fc1")
-        if is_column and _gathers_for_adapter(shape, target) and not (has_experts and target == "linear_fc1"):
+        is_column = target in ("linear_qkv", "linear_fc1") and not (has_experts and target == "linear_fc1")
+        is_gathered = is_column and _gathers_for_adapter(shape, target)
+        if is_gathered:
             yield Kept(part, shape.of(f"gathered input of {target}", count, inputs[target]), labels)
         if lora.dropout:
-            yield Kept(part, shape.of(f"{target} after dropout", count, inputs[target]), labels)
-            yield Kept(part, Term(f"dropout mask of {target}", 1, (count, inputs[target])), labels)
+            own = shape.shard if is_column else count
+            if not is_gathered:
+                yield Kept(part, shape.of(f"{target} after dropout", own, inputs[target]), labels)
+            yield Kept(part, Term(f"dropout mask of {target}", 1, (own, inputs[target])), labels)
         yield Kept(part, shape.of(f"A of {target}", count, lora.rank), labels)
 
 
@@ -498,10 +519,13 @@ def embedding_moment(shape: Shape, freed: int) -> Working:
 def buffers(shape: Shape, in_flight: int) -> list[Term]:
     """What Megatron holds once and uses again in each layer (its global memory buffer), and the batch's masks.
 
+    A frozen linear gathers the sequence anew each time (`linear_with_frozen_weight`).
+
     A mask stays until its microbatch's backward where recompute or PyTorch's softmax needs it.
     """
     found = []
-    if shape.has_shards:
+    lora = shape.recipe.lora
+    if shape.has_shards and (lora is None or lora.sequence_parallel_input_regather):
         found.append(shape.of("gathered sequence", shape.tokens, shape.recipe.model.hidden_size))
     if not shape.is_flash:
         if shape.recipe.training.transformer_impl == "local":

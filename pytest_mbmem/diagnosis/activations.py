@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ..compare import Comparison
-from ..measure.adapters import not_regathered
 from ..measure.effects import not_effective, worded
 from ..measurement import Owner
 from ..recipe import Recipe
@@ -46,7 +45,8 @@ def _by_boundary(spot: Spot, recipe: Recipe, part: Dominating) -> Iterator[Findi
     now, moe, mla = recomputed(recipe), recipe.model.moe, recipe.model.mla
     if part.boundary in now or (part.boundary == "experts" and "moe" in now):
         return  # it is made again already, and what is there is of the layer that runs
-    broad = ("moe", "only if narrower ones do not fit")
+    broad = [("moe", "only if narrower ones do not fit")] if moe is not None else []
+    narrow = [] if moe is None or "moe" in now else ["moe_act"]  # which whole moe makes again anyway
     if part.boundary == "mla_up_proj" and mla is not None:
         after = ", although core_attn is recomputed" if "core_attn" in now else ""
         labels = [("mla_up_proj", "2.0% of the peak saved on Moonlight 16B"), ("core_attn", "only if measured to help")]
@@ -54,11 +54,14 @@ def _by_boundary(spot: Spot, recipe: Recipe, part: Dominating) -> Iterator[Findi
         yield _dominates("MLA projections dominate", spot.why + after, what, recipe, part, labels)
     elif part.boundary == "experts" and moe is not None:
         saved = "1.8% of the peak saved on Moonlight 16B, 6.3% on Nemotron 3 Nano"
-        labels = [("moe_act", saved), ("layernorm", "where norm outputs matter too"), broad]
+        labels = [("moe_act", saved), ("layernorm", "where norm outputs matter too"), *broad]
         what = "expert intermediates"
         yield _dominates("MoE intermediates dominate", spot.why, what, recipe, part, labels)
+    elif part.boundary == "shared_experts" and "moe" not in now:
+        labels = [("shared_experts", ""), *broad]
+        yield _dominates("shared experts dominate", spot.why, "shared experts", recipe, part, labels)
     elif part.boundary == "layernorm":
-        labels = [*([("moe_act", "")] if moe is not None else []), ("layernorm", ""), *([broad] if moe else [])]
+        labels = [*((label, "") for label in narrow), ("layernorm", ""), *broad]
         yield _dominates("norm outputs dominate", spot.why, "outputs of the layers' norms", recipe, part, labels)
     elif part.boundary == "core_attn" and recipe.training.attention_backend != "flash":
         labels = [("core_attn", "flash attention does the same by itself")]
@@ -77,7 +80,7 @@ def _dominates(
         rule,
         symptom,
         (f"{what} hold {part.text}, the most of all activations", f"the largest: {part.holders()}"),
-        f"{what} dominate",
+        f"{what} dominate the activations",
         f'with the label added: @pytest.mark.memory_saving(control={{"recompute_modules": {control}}})',
         tuple(action for label, why in labels for action in _recompute(recipe, label, why)),
         RECOMPUTE,
@@ -109,19 +112,21 @@ def gathered_inputs(case: Case) -> Iterator[Finding]:
         if size < LEAST_GATHERED * peak or not size:
             continue
         requested = recipe.lora.sequence_parallel_input_regather
-        reason = not_regathered(subject.measurement.ranks) if requested else ""
+        targets = {_target(owner) for owner in held}
+        counts = [a for a in spot.rank.adapters if a.count and not a.regather_effective and a.target in targets]
+        if requested and not counts:
+            continue  # it is gathered again, and that is what is held
         actions = [Action("set lora.sequence_parallel_input_regather: true", COSTS[REGATHER])]
         if requested:
             actions = [Action("mbmem explain lists what keeps an adapter from it: its lora-regather-... constraints")]
         share = format_fraction(size / peak)
-        counts = [a for a in spot.rank.adapters if a.count and not a.regather_effective]
-        adapters = ", ".join(f"{a.count} x {a.target}" for a in counts)
+        adapters = ", ".join(f"{a.count} x {a.target}{f' ({a.reason})' if a.reason else ''}" for a in counts)
         yield Finding(
             "LoRA retains gathered inputs",
             spot.why,
             (
                 f"gathered inputs of LoRA hold {format_bytes(size)}, {share} of the peak of {format_bytes(peak)}",
-                *([f"not gathered again: {adapters}{f' ({reason})' if reason else ''}"] if adapters else []),
+                *([f"not gathered again: {adapters}"] if adapters else []),
             ),
             "the full gathered inputs of LoRA A are retained until backward",
             "lora.sequence_parallel_input_regather of the recipe is "
@@ -129,6 +134,11 @@ def gathered_inputs(case: Case) -> Iterator[Finding]:
             tuple(actions),
             MEMORY,
         )
+
+
+def _target(owner: Owner) -> str:
+    """The linear whose adapter it is."""
+    return owner.module.split(".adapter")[0].rpartition(".")[2]
 
 
 def _is_gathered(owner: Owner) -> bool:
@@ -150,6 +160,8 @@ def core_attention(case: Case) -> Iterator[Finding]:
     for comparison in case.compared:
         if not comparison.has_figures or not set(comparison.differences) <= _RECOMPUTE_SETTINGS:
             continue
+        if comparison.metric != "allocated":
+            continue  # what is reserved may be cached
         subject, control = Subject(comparison.candidate), Subject(comparison.control)
         recipe = subject.recipe
         if recipe is None or _labels(recipe) - _labels(control.recipe) != {"core_attn"}:
@@ -165,10 +177,9 @@ def core_attention(case: Case) -> Iterator[Finding]:
                 f"training.attention_backend is {recipe.training.attention_backend!r}",
                 *_largest(comparison),
             ),
-            "flash attention already rematerialises its internals"
-            if fused
-            else "another part of the model sets the peak",
-            "the comparison above is the one with recompute_modules: []; " + _WHICH,
+            ("flash attention already rematerialises its internals, or " if fused else "")
+            + "another part of the model sets the peak",
+            f"the control above has recompute_modules: {sorted(_labels(control.recipe))}; {_WHICH}",
             (
                 Action("take core_attn out again: on Moonlight 16B it saved 0.01% for +3.9% step time"),
                 *_narrower(recipe),
@@ -187,7 +198,8 @@ def _narrower(recipe: Recipe) -> Iterator[Action]:
 
 
 def _peaks(comparison: Comparison) -> str:
-    return f"peak {comparison.metric} {format_bytes(comparison.before)} -> {format_bytes(comparison.after)}"
+    where = f" in {comparison.phase}" if comparison.phase else ""
+    return f"peak {comparison.metric}{where} {format_bytes(comparison.before)} -> {format_bytes(comparison.after)}"
 
 
 def _largest(comparison: Comparison) -> Iterator[str]:
@@ -210,15 +222,17 @@ def without_effect(case: Case) -> Iterator[Finding]:
     for comparison in case.compared:
         if comparison.has_figures and comparison.verdict == "no effect":
             names = " and ".join(comparison.differences)
+            cause = _INACTIVE
             reasons = tuple(worded(not_effective(comparison.candidate.ranks)))
             if comparison.is_identical:
                 evidence = (f"no figure of any rank differs: {_peaks(comparison)}", *reasons)
             elif set(comparison.differences) <= _RECOMPUTE_SETTINGS and not _is_about_core_attention(comparison):
-                slack = format_bytes(comparison.slack)
-                evidence = (f"{_peaks(comparison)}; up to {slack} are no effect", *_acting(comparison), *reasons)
+                slack, acting = format_bytes(comparison.slack), tuple(_acting(comparison))
+                evidence = (f"{_peaks(comparison)}; up to {slack} are no effect", *acting, *reasons)
+                cause = "the peak is elsewhere: what it makes again is not held then" if acting else _INACTIVE
             else:
                 continue
-            yield _without_effect(f"{names} has no measurable effect", evidence)
+            yield _without_effect(f"{names} has no measurable effect", evidence, cause)
 
 
 def _is_about_core_attention(comparison: Comparison) -> bool:
@@ -231,12 +245,15 @@ def _acting(comparison: Comparison) -> Iterator[str]:
             yield f"{effect.setting} acts on {effect.acting} modules of rank {comparison.worst_after.rank}"
 
 
-def _without_effect(symptom: str, evidence: tuple[str, ...]) -> Finding:
+_INACTIVE = "the module is absent or inactive on the measured layers, or graph capture bypasses its wrapper"
+
+
+def _without_effect(symptom: str, evidence: tuple[str, ...], cause: str = _INACTIVE) -> Finding:
     return Finding(
         "setting without effect",
         symptom,
         evidence,
-        "the module is absent or inactive on the measured layers, or graph capture bypasses its wrapper",
+        cause,
         "the model's layers and megatron.cuda_graph_scope of the recipe; mbmem check RECIPE.yaml",
         (
             Action("take the setting out, or choose one whose modules the layers have: mlp does nothing on MoE layers"),

@@ -13,14 +13,23 @@ from ..fits import FitJudgement
 from ..fragmentation import FragmentationJudgement
 from ..gates import Judgement
 from ..growth import GrowthSummary
-from ..measurement import Failure, Measurement, RankMeasurement
+from ..measurement import Failure, Measurement, RankMeasurement, selects
+from ..oom import Shortage
 from ..recipe import Recipe
 from ..savings import SavingJudgement
 from ..throughput import ThroughputJudgement
 
 
+def is_fragmented(shortage: Shortage) -> bool:
+    """By its diagnosis; where that has no trial with expandable segments, if what is free would have been enough."""
+    if shortage.verdict != "unknown":
+        return shortage.verdict == "fragmentation"
+    tried = shortage.diagnosis is not None and shortage.diagnosis.trial("expandable segments") is not None
+    return not tried and not shortage.expandable_segments and shortage.unusable >= shortage.requested
+
+
 class Spot(NamedTuple):
-    """A peak that is too high: of one rank, over all phases or over those that `phase` selects."""
+    """A peak of allocated bytes that is too high: of one rank, over all phases or over those that `phase` selects."""
 
     rank: RankMeasurement
     phase: str | None
@@ -79,27 +88,37 @@ class Subject:
 
     @property
     def too_high(self) -> Spot | None:
-        """The peak that fails the test: where memory ran out, else the first that a marker refuses."""
+        """The peak that fails the test: where memory ran out, else the first that a marker refuses.
+
+        Of allocated bytes alone: what is reserved beyond them, or lost to fragmentation, is no peak of any tensors.
+        """
         spots: list[tuple[int | None, str | None, str]] = []
-        if (failure := self.out_of_memory) is not None:
-            spots.append((failure.rank, None, f"rank {failure.rank} ran out of memory"))
+        if (failure := self.out_of_memory) is not None and not _lost_to_fragments(failure):
+            spots.append((failure.rank, failure.name, f"rank {failure.rank} ran out of memory"))
         for fit in self.fits:
-            if fit.verdict == "out of memory":
+            if fit.verdict == "out of memory" and not (fit.failure is not None and _lost_to_fragments(fit.failure)):
                 spots.append((fit.rank, None, f"rank {fit.rank} does not fit {fit.rule.gpu}"))
         for peak in self.peaks:
-            if peak.verdict == "regression":
+            if peak.verdict == "regression" and peak.gate.metric == "allocated":
                 bound = "its limit" if peak.gate.limit is not None else "what its baseline allows"
                 spots.append((peak.rank, peak.gate.phase, f"the peak of rank {peak.rank} is over {bound}"))
         for saving in self.savings:
             comparison = saving.comparison
             saves_little = saving.verdict in ("saves too little", "no effect", "costs more")
-            if comparison is not None and comparison.has_figures and saves_little:
+            if comparison is None or comparison.metric != "allocated":
+                continue
+            if comparison.has_figures and saves_little:
                 worst = comparison.worst_after.rank
                 spots.append((worst, comparison.phase, f"rank {worst} saves too little against its control"))
         for number, phase, why in spots:
             if (rank := self.rank(number)) is not None:
-                return Spot(rank, phase, f"{why}{self.of}")
+                has_phase = any(selects(phase, figures) for figures in rank.phases)
+                return Spot(rank, phase if has_phase else None, f"{why}{self.of}")
         return None
+
+
+def _lost_to_fragments(failure: Failure) -> bool:
+    return failure.shortage is not None and is_fragmented(failure.shortage)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..compare import Comparison, how
 from ..gates import Judgement
-from ..measurement import PHASES, Failure, RankMeasurement
+from ..measurement import PHASES, Failure, Metric, RankMeasurement, selects
 from ..units import format_bytes
 from .case import Case, Subject
 from .finding import RECOMPUTE, Action, Finding
@@ -49,8 +49,10 @@ def _of_comparison(comparison: Comparison) -> Iterator[Finding]:
     other_rank = before.rank != after.rank
     if not other_rank and _name(comparison.phase_before) == _name(comparison.phase_after):
         return
-    same = next((rank for rank in comparison.candidate.ranks if rank.rank == before.rank), None)
-    left = _peak_at(same, comparison.metric, None if other_rank else comparison.phase_before)
+    same = next(
+        (r for r in comparison.candidate.ranks if (r.rank, r.coordinates) == (before.rank, before.coordinates)), None
+    )
+    left = _peak_at(same, comparison.metric, comparison.phase if other_rank else comparison.phase_before)
     if left is None or comparison.before - left <= comparison.saving + comparison.slack:
         return
     there = f"rank {before.rank}" + ("" if other_rank else f" in {comparison.phase_before}")
@@ -62,6 +64,7 @@ def _of_comparison(comparison: Comparison) -> Iterator[Finding]:
             f"{format_bytes(comparison.after)}",
         ),
         other_rank,
+        _are_of_one_stage(before, after),
     )
 
 
@@ -73,8 +76,9 @@ def _of_baseline(subject: Subject, peak: Judgement) -> Iterator[Finding]:
     other_rank = origin.rank != rank.rank
     if not other_rank and _name(origin.phase) == _name(peak.phase):
         return
-    left = _peak_at(subject.rank(origin.rank), peak.gate.metric, None if other_rank else origin.phase)
-    if left is None or peak.allowed is None or left > peak.allowed:
+    then = subject.rank(origin.rank)
+    left = _peak_at(then, peak.gate.metric, peak.gate.phase if other_rank else origin.phase)
+    if then is None or left is None or peak.allowed is None or left > peak.allowed:
         return
     assert peak.measured is not None
     there = f"rank {origin.rank}" + ("" if other_rank else f" in {origin.phase}")
@@ -85,24 +89,32 @@ def _of_baseline(subject: Subject, peak: Judgement) -> Iterator[Finding]:
             f"{peak.phase} has {format_bytes(peak.measured)}",
         ),
         other_rank,
+        _are_of_one_stage(then, rank),
     )
 
 
-def _peak_at(rank: RankMeasurement | None, metric: str, phase: str | None) -> int | None:
-    """Of a rank, of all its phases or of one by its name; None where it was not measured there."""
+def _peak_at(rank: RankMeasurement | None, metric: Metric, phase: str | None) -> int | None:
+    """Of a rank, of all its phases or of those that `phase` selects; None where it was not measured there."""
     if rank is None:
         return None
-    found = [figures.peak[metric] for figures in rank.phases if phase is None or figures.name == phase]  # type: ignore[index]
-    return max(found, default=None)
+    return max((figures.peak[metric] for figures in rank.phases if selects(phase, figures)), default=None)
 
 
-def _finding(symptom: str, evidence: tuple[str, ...], other_rank: bool) -> Finding:
-    if other_rank:
+def _are_of_one_stage(one: RankMeasurement, other: RankMeasurement) -> bool:
+    """Whether both are known to have the same layers."""
+    return "pp" in one.coordinates and one.coordinates["pp"] == other.coordinates.get("pp")
+
+
+def _finding(symptom: str, evidence: tuple[str, ...], other_rank: bool, one_stage: bool = False) -> Finding:
+    if other_rank and one_stage:
+        cause = "ranks of one pipeline stage hold unequal shares, as of routed tokens or of the optimizer's state"
+    elif other_rank:
         cause = "the layers' distribution over (virtual) pipeline stages makes another stage the bottleneck"
     else:
         cause = "another part of the step sets the peak now; what the setting saves lies before or behind it"
     phase = Action("attribute the peak of the phase where it is now, and choose the boundary that holds it")
-    return Finding("peak moved", symptom, evidence, cause, _WHERE, ((_BALANCE,) if other_rank else (phase,)), RECOMPUTE)
+    action = _BALANCE if other_rank and not one_stage else phase
+    return Finding("peak moved", symptom, evidence, cause, _WHERE, (action,), RECOMPUTE)
 
 
 def advanced(case: Case) -> Iterator[Finding]:

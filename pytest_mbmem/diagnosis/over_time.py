@@ -47,8 +47,8 @@ def loose_baselines(case: Case) -> Iterator[Finding]:
                         f"it is {figure_text(what, reference)}, {reference / measured:.1f} times the "
                         f"{figure_text(what, measured)} that were measured",
                     ),
-                    "memory was saved since it was recorded, and nobody recorded that",
-                    "the baseline's history in the test's report; a second run measures the same on a virtual GPU",
+                    "it takes less since the baseline was recorded, and nobody recorded that",
+                    "the baseline's history in the test's report; on a virtual GPU a second run measures the same",
                     (
                         Action(
                             "record it with --mbmem-update=changed; a regression up to the old figure passes till then"
@@ -80,12 +80,13 @@ def environments(case: Case) -> Iterator[Finding]:
             if changed := environment_changes(judgement.origin.environment, now):
                 seen.setdefault(tuple(changed), []).append(judgement.explain())
         for changes, said in seen.items():
+            before = ", ".join(change.rpartition(" -> ")[0] for change in changes)
             yield Finding(
                 "environment changed",
                 f"the environment is not the one of the baseline{subject.of}",
                 (", ".join(changes), said[0]),
-                "another version of a library allocates otherwise",
-                f"run the test once with {' and '.join(change.rpartition(' -> ')[0] for change in changes)}",
+                "another version of a library allocates, or works, otherwise",
+                f"run the test once in that environment: {before}",
                 (
                     Action("if it comes from the new version: accept it with --mbmem-update=changed --mbmem-reason"),
                     Action("if it does not: look for the change in the code, with the versions of the baseline"),

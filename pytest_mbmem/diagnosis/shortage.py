@@ -8,12 +8,14 @@ from .. import alloc_conf
 from ..compare import Comparison
 from ..errors import UserError
 from ..gates import DEFAULT_SLACK, DEFAULT_TOLERANCE, Judgement, band
-from ..measurement import Failure, RankMeasurement
+from ..measurement import Failure, RankMeasurement, selects
 from ..oom import Remedy, Shortage
+from ..recipe import Recipe
 from ..remedies import COSTS, EXPANDABLE
 from ..split import UNALLOCATED, parts_text, split_of
 from ..units import format_bytes, format_fraction
-from .case import Case, Subject
+from .activations import LITTLE
+from .case import Case, Subject, is_fragmented
 from .finding import MEMORY, OWN, RECOMPUTE, Action, Finding
 from .parts import MODEL_STATE
 
@@ -21,6 +23,8 @@ EXPAND = Action('set memory.alloc_conf "expandable_segments:True"', COSTS[EXPAND
 _GIVE_BACK = Action(
     'memory.alloc_conf "garbage_collection_threshold:0.8,per_process_memory_fraction:0.95" frees cached segments early'
 )
+_EMPTY = Action("torch.cuda.empty_cache() between phases of the training loop gives what is cached back")
+"""Where expandable segments are on, of which PyTorch collects no garbage."""
 
 
 def shortages(case: Case) -> Iterator[Finding]:
@@ -29,23 +33,15 @@ def shortages(case: Case) -> Iterator[Finding]:
         for failure, where in subject.shortages:
             shortage = failure.shortage
             assert shortage is not None
-            asked = f"rank {failure.rank} asked for {format_bytes(shortage.requested)}{where}{subject.of}"
+            asked = f"rank {failure.rank}{subject.of} asked for {format_bytes(shortage.requested)}{where}"
             if failure.name:
                 asked += f" in {failure.name}"
-            if _is_fragmented(shortage):
+            if is_fragmented(shortage):
                 yield _fragmentation(asked, shortage)
             elif shortage.verdict == "capacity":
-                yield _capacity(asked, shortage, subject.rank(failure.rank) if not where else None)
+                yield _capacity(asked, shortage, subject.rank(failure.rank) if not where else None, failure.name)
             elif shortage.verdict == "starved":
                 yield _starved(asked, shortage)
-
-
-def _is_fragmented(shortage: Shortage) -> bool:
-    """By its diagnosis; where that has no trial with expandable segments, if what is free would have been enough."""
-    if shortage.verdict != "unknown":
-        return shortage.verdict == "fragmentation"
-    tried = shortage.diagnosis is not None and shortage.diagnosis.trial("expandable segments") is not None
-    return not tried and not shortage.expandable_segments and shortage.unusable >= shortage.requested
 
 
 def _fragmentation(asked: str, shortage: Shortage) -> Finding:
@@ -57,7 +53,7 @@ def _fragmentation(asked: str, shortage: Shortage) -> Finding:
         evidence.append(f"the same allocations fit with expandable segments{reserved}")
     return Finding(
         "fragmentation",
-        f"{asked}, and had more than that in pieces it could not use"
+        f"{asked}, and had no less than that in pieces it could not use"
         if shortage.unusable >= shortage.requested
         else f"{asked}, and would have had it with expandable segments",
         tuple(evidence),
@@ -68,20 +64,23 @@ def _fragmentation(asked: str, shortage: Shortage) -> Finding:
     )
 
 
-def _capacity(asked: str, shortage: Shortage, rank: RankMeasurement | None) -> Finding:
+def _capacity(asked: str, shortage: Shortage, rank: RankMeasurement | None, phase: str | None) -> Finding:
     assert shortage.diagnosis is not None
     evidence = []
     need = shortage.diagnosis.trial("without limit")
     if need is not None and need.fits and need.peak_allocated is not None:
-        lack = format_bytes(need.peak_allocated - shortage.usable)
+        lack = need.peak_allocated - shortage.usable
         needed, usable = format_bytes(need.peak_allocated), format_bytes(shortage.usable)
         whole = "what was asked for makes" if need.replayed else "the whole run needs"  # a replay ends there
-        evidence.append(f"{whole} {needed} and PyTorch can have {usable}: {lack} too little")
+        but = f"{format_bytes(lack)} too little" if lack > 0 else "too little, as it reserves more than is live"
+        evidence.append(f"{whole} {needed} and PyTorch can have {usable}: {but}")
     else:
         evidence.append(f"{format_bytes(shortage.allocated)} were live of {format_bytes(shortage.usable)}")
     cause = "a genuine capacity limit"
-    if rank is not None and (split := split_of(rank)) is not None:
-        evidence.append(f"when it ran out: {parts_text(split)}")
+    if rank is not None and not any(selects(phase, figures) for figures in rank.phases):
+        phase = None
+    if rank is not None and (split := split_of(rank, phase=phase)) is not None:
+        evidence.append(f"the most that was live{f' in {phase}' if phase else ''}: {parts_text(split)}")
         state = sum(part.size for part in split if part.category in MODEL_STATE)
         activations = sum(part.size for part in split if part.category == "activations")
         if state > activations:
@@ -101,17 +100,25 @@ def _capacity(asked: str, shortage: Shortage, rank: RankMeasurement | None) -> F
 
 
 def _remedies(remedies: tuple[Remedy, ...]) -> Iterator[Action]:
-    """Those that were measured to fit, in the documents' order; where none was, all that are possible."""
+    """Those that were measured to fit, in the documents' order; where none was, those that save much, or all."""
     fitting = [remedy for remedy in remedies if remedy.fits]
-    for remedy in fitting or [remedy for remedy in remedies if not remedy.note]:
-        saved = f" (saves {format_bytes(remedy.saved)})" if remedy.saved is not None else ""
-        yield Action(f"{remedy.name}{saved}{', which fits' if remedy.fits else ''}", remedy.cost)
+    helping = [remedy for remedy in remedies if _saves_much(remedy)]
+    for remedy in fitting or helping or remedies:
+        saved = f"saves {format_bytes(remedy.saved)}" if remedy.saved is not None else ""
+        alone = "not enough alone" if remedy.fits is False else ""
+        facts = ", ".join(filter(None, [saved, alone, remedy.note]))
+        told = f" ({facts})" if facts else ""
+        yield Action(f"{remedy.name}{told}{', which fits' if remedy.fits else ''}", remedy.cost)
     if not remedies:
         yield Action("the distributed optimizer", COSTS["distributed optimizer"])
         yield Action("more pipeline stages, keeping data parallelism", COSTS["PP"])
         yield Action("recompute of what holds most of the peak")
-    elif not fitting:
-        yield Action("several of these together: none of them alone was measured to fit")
+
+
+def _saves_much(remedy: Remedy) -> bool:
+    if remedy.saved is None or remedy.peak_allocated is None:
+        return False
+    return remedy.saved >= LITTLE * (remedy.peak_allocated + remedy.saved)
 
 
 def _starved(asked: str, shortage: Shortage) -> Finding:
@@ -125,7 +132,11 @@ def _starved(asked: str, shortage: Shortage) -> Finding:
         ),
         "the CUDA context, NCCL's buffers or another process take what PyTorch would need",
         'mbmem measure RECIPE.yaml says what is outside PyTorch; the fits marker with headroom="..." gates it',
-        ((_GIVE_BACK,) if shortage.expandable_segments else (EXPAND, _GIVE_BACK)),
+        # the allocator gave back what it could before it failed, and expandable segments were tried
+        (
+            Action("free what is outside PyTorch: other processes, and process groups that NCCL has buffers for"),
+            *(_remedies(shortage.diagnosis.remedies) if shortage.diagnosis is not None else ()),
+        ),
         OWN,
     )
 
@@ -151,7 +162,7 @@ def starved_fits(case: Case) -> Iterator[Finding]:
                 ),
                 "what PyTorch reserves and cannot use takes the room of NCCL and the CUDA context",
                 'the fragmentation marker, as in fragmentation(limit="10%"), gates what is reserved and not used',
-                ((_GIVE_BACK,) if _has_expandable(subject) else (EXPAND, _GIVE_BACK)),
+                ((_EMPTY,) if _has_expandable(subject) else (EXPAND, _GIVE_BACK)),
                 OWN,
             )
 
@@ -164,14 +175,25 @@ def _has_expandable(subject: Subject) -> bool:
 
 
 def single_rank(case: Case) -> Iterator[Finding]:
-    """One rank ran out of memory, and each other one that was measured could still have served its request."""
+    """One rank ran out of memory, and each other one that was measured could still have served its request.
+
+    Not where memory outside PyTorch is known to be what it lacks.
+    """
     for subject in case.subjects:
         failure = subject.out_of_memory
-        if failure is None or failure.shortage is None:
+        if failure is None or failure.shortage is None or failure.shortage.verdict == "starved":
             continue
         others = [rank for rank in subject.measurement.ranks if rank.rank != failure.rank]
-        capacity, requested = subject.measurement.device.capacity, failure.shortage.requested
-        left = [(capacity - sum(rank.outside.values()) - rank.peak("reserved"), rank) for rank in others if rank.phases]
+        capacity, requested, limit = (
+            subject.measurement.device.capacity,
+            failure.shortage.requested,
+            failure.shortage.limit,
+        )
+        left = [
+            (min(limit, capacity - sum(rank.outside.values())) - rank.peak("reserved"), rank)
+            for rank in others
+            if rank.phases
+        ]
         if not left or not all(_finished(subject, rank) for rank in others):
             continue
         least, fullest = min(left, key=lambda pair: pair[0])
@@ -190,15 +212,18 @@ def _finished(subject: Subject, rank: RankMeasurement) -> bool:
 def _single_rank(
     subject: Subject, failure: Failure, shortage: Shortage, fullest: RankMeasurement, left: int, others: int
 ) -> Finding:
-    fragmented = _is_fragmented(shortage)
     balance = Action(
         "tune where layers and recompute lie: full block or uniform recompute, selective labels, or "
         "parallelism.num_layers_in_first_pipeline_stage and its like, for the stage that is full"
     )
-    if fragmented or (shortage.verdict == "unknown" and not shortage.expandable_segments):
-        cause, action, source = "memory fragmentation on this rank", EXPAND, MEMORY
-    else:
-        cause, action, source = "this rank holds more than the others: the split is uneven", balance, RECOMPUTE
+    actions: tuple[Action, ...]
+    if is_fragmented(shortage):
+        cause, actions, source = "memory fragmentation on this rank", (EXPAND,), MEMORY
+    elif shortage.verdict == "capacity" or shortage.expandable_segments:
+        cause, actions, source = "this rank holds more than the others: the split is uneven", (balance,), RECOMPUTE
+    else:  # the documents name fragmentation, and nothing says that it is none
+        cause = "memory fragmentation on this rank, or an uneven split; nothing measured tells which"
+        actions, source = (EXPAND, balance), MEMORY
     settings = shortage.alloc_conf or "default settings"
     return Finding(
         "single-rank out of memory",
@@ -212,7 +237,7 @@ def _single_rank(
         cause,
         f"whether expandable_segments:True is set: the allocator has {settings}; peaks by rank: mbmem measure "
         "RECIPE.yaml --ranks all",
-        (action,),
+        actions,
         source,
     )
 
@@ -221,11 +246,16 @@ def _single_rank(
 
 
 def estimates(case: Case) -> Iterator[Finding]:
-    """A recipe that ran out of memory, and whose closed-form estimate is more than the GPU has."""
+    """A recipe that ran out of memory, and whose closed-form estimate is more than the GPU has.
+
+    The estimate counts activations that wait in host memory too, so that of a recipe with any it proves nothing.
+    """
     for subject in case.subjects:
         if subject.out_of_memory is None or subject.recipe is None:
             continue
         recipe, capacity = subject.recipe, subject.measurement.device.capacity
+        if recipe.memory.cpu_offloading or recipe.memory.offload_modules:
+            continue
         from ..estimate import estimate
 
         try:
@@ -246,15 +276,22 @@ def estimates(case: Case) -> Iterator[Finding]:
             ),
             "model state or activations are genuinely too large",
             "mbmem estimate RECIPE.yaml shows every component beside what was measured",
-            (
-                Action("more pipeline stages, keeping data parallelism", COSTS["PP"]),
-                Action("more tensor parallelism", COSTS["TP"]),
-                Action("more context or expert parallelism, if the model and the sequence allow it"),
-                Action("the distributed optimizer", COSTS["distributed optimizer"]),
-                Action("recompute of what holds most of the peak"),
-            ),
+            tuple(_before_launch(recipe)),
             MEMORY,
         )
+
+
+def _before_launch(recipe: Recipe) -> Iterator[Action]:
+    """What the documents' table names, without what the recipe has already."""
+    split = recipe.parallelism
+    yield Action("more pipeline stages, keeping data parallelism", COSTS["PP"])
+    yield Action("more tensor parallelism", COSTS["TP"])
+    experts = " or expert" if recipe.model.moe is not None else ""
+    yield Action(f"more context{experts} parallelism, if the model and the sequence allow it")
+    if not split.distributed_optimizer and split.cp * split.dp > 1:
+        yield Action("the distributed optimizer", COSTS["distributed optimizer"])
+    if recipe.memory.recompute_granularity != "full":
+        yield Action("recompute of what holds most of the peak")
 
 
 # Reserved and not used ------------------------------------------------------------------------------------------------
@@ -322,7 +359,7 @@ def _wants_expandable(comparison: Comparison) -> bool:
 
 
 def _reserved(symptom: str, figures: str, has_expandable: bool) -> Finding:
-    first = (Action("expandable segments are on already: look at what is cached, not at recompute"), _GIVE_BACK)
+    first = (Action("expandable segments are on already: look at what is cached, not at recompute"), _EMPTY)
     return Finding(
         "reserved high, allocated stable",
         symptom,

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from .. import gates, throughput
 from ..errors import UserError
-from ..gates import GATED_METRICS
 from ..measurement import Measurement
 from ..split import growth, places_text, split_of
 from ..throughput import figure_text
@@ -17,7 +15,7 @@ from ..units import format_fraction
 from . import run_figures
 from .fail_on import MISSING, Rule
 from .rows import NOTHING
-from .run_figures import Band, Tested, band_of, metric_of
+from .run_figures import Band, File, Tested, band_of, peak_of
 from .text import printable, table
 from .trend import Series, change
 
@@ -59,19 +57,22 @@ class Row:
         """Whether it asks for someone to look."""
         return self.verdict in _BAD
 
+    @property
+    def change_text(self) -> str:
+        """As in "+1.00%"."""
+        return NOTHING if self.change is None else format_fraction(self.change, signed=True)
+
     def cells(self) -> list[str]:
         """A row below `HEAD`."""
-        share = NOTHING if self.change is None else format_fraction(self.change, signed=True)
         before, after = _shown(self.metric, self.before, self.base), _shown(self.metric, self.after, self.head)
-        return [self.label, self.device, self.metric, before, after, share, self.verdict]
+        return [self.label, self.device, self.metric, before, after, self.change_text, self.verdict]
 
     def growth_lines(self) -> list[str]:
         """What the head's peak has more and less than the base's. Empty where one of them is not known."""
-        if self.base is None or self.head is None or self.metric == NOTHING:
+        one, other = (side.measurement if side is not None else None for side in (self.base, self.head))
+        if one is None or other is None or self.change is None:
             return []
-        if self.base.measurement is None or self.head.measurement is None:
-            return []
-        return _growth_lines(self.base.measurement, self.head.measurement, self.metric)[:_MOST_LINES]
+        return _growth_lines(one, other, self.metric)[:_MOST_LINES]
 
 
 @dataclass(frozen=True)
@@ -83,13 +84,12 @@ class Compared:
     rows: tuple[Row, ...]
 
     @classmethod
-    def of(cls, base: Path, head: Path) -> Compared:
-        """Of two files. Raises `UserError` for a file that is no run, or has nothing to compare."""
-        first, second = run_figures.read(base), run_figures.read(head)
-        for path, tested in ((base, first), (head, second)):
-            if not tested:
-                raise UserError(f"{path}: no test measured anything, so there is nothing to compare")
-        return cls(str(base), str(head), tuple(_rows(first, second)))
+    def of(cls, base: File, head: File) -> Compared:
+        """Of two files. Raises `UserError` for one that has nothing to compare."""
+        for file in (base, head):
+            if not file.tested:
+                raise UserError(f"{file.path}: no test measured anything, so there is nothing to compare")
+        return cls(str(base.path), str(head.path), tuple(_rows(base.tested, head.tested)))
 
     @property
     def summary(self) -> str:
@@ -134,12 +134,17 @@ def broken_rules(rows: Sequence[Row], rules: Sequence[Rule]) -> list[str]:
     return found
 
 
+def _trend_verdict(before: int, after: int) -> str:
+    return WORSE if after > before else BETTER if after < before else SAME
+
+
 def trend_rows(series: Sequence[Series]) -> list[Row]:
     """The last figure of each series against the one before, for rules."""
     return [
-        Row(one.label, one.device, one.metric, one.values[-2], one.values[-1], SAME, None, None)
+        Row(one.label, one.device, one.metric, before, after, _trend_verdict(before, after), None, None)
         for one in series
         if len(one.points) > 1
+        for before, after in [one.values[-2:]]
     ]
 
 
@@ -186,7 +191,6 @@ def _pairs(first: Sequence[Tested], second: Sequence[Tested]) -> Iterator[tuple[
         yield from _pairs_of_a_recipe(first, second)
         return
     theirs = {(one.label, one.device): one for one in second}
-    mine = {(one.label, one.device) for one in first}
     devices = [Counter(one.label for one in tested) for tested in (first, second)]
     for one in first:
         other = theirs.pop((one.label, one.device), None)
@@ -194,9 +198,8 @@ def _pairs(first: Sequence[Tested], second: Sequence[Tested]) -> Iterator[tuple[
             other = next(candidate for candidate in theirs.values() if candidate.label == one.label)
             del theirs[other.label, other.device]
         yield one, other
-    for key, other in theirs.items():
-        if key not in mine:
-            yield None, other
+    for other in theirs.values():
+        yield None, other
 
 
 def _pairs_of_a_recipe(first: Sequence[Tested], second: Sequence[Tested]) -> Iterator[tuple[Tested, Tested]]:
@@ -204,8 +207,8 @@ def _pairs_of_a_recipe(first: Sequence[Tested], second: Sequence[Tested]) -> Ite
     found = False
     for one in first:
         for other in second:
-            measurements = one.measurement, other.measurement
-            alike = all(measurements) and len({m.recipe_digest for m in measurements if m is not None}) == 1
+            mine, theirs = one.measurement, other.measurement
+            alike = mine is not None and theirs is not None and mine.recipe_digest == theirs.recipe_digest
             if alike or len(first) == len(second) == 1:
                 found = True
                 yield one, other
@@ -223,22 +226,21 @@ def _verdict(metric: str, before: int | None, after: int | None, base: Tested, h
     if before is None or after is None:
         return NEW if before is None else GONE
     band: Band = band_of(metric, head, base)
-    if metric_of(metric) in GATED_METRICS:
+    if peak_of(metric) is not None:
         found = gates.compare(after, before, band.tolerance, band.slack)
         return {"regression": WORSE, "improvement": BETTER, "pass": SAME}[found]
-    noise = max(base.spread or 0, head.spread or 0) if metric in ("throughput", "solo-throughput") else None
+    noise = max(base.spread or 0, head.spread or 0) if metric in throughput.TIMES else None
     lowest, highest = throughput.band(before, band.tolerance, noise)
     return WORSE if after > highest else BETTER if after < lowest else SAME
 
 
 def _growth_lines(one: Measurement, other: Measurement, metric_id: str) -> list[str]:
-    metric, _, phase = metric_id.partition("@")
-    for gated in GATED_METRICS:
-        if metric == gated:
-            ranks = [m.worst(gated, phase or None) for m in (one, other)]
-            before, after = (split_of(rank, gated, phase or None) for rank in ranks)
-            if before is None or after is None:
-                return []
-            places = [(rank.rank, rank.peak_phase(gated, phase or None).name) for rank in ranks]
-            return growth(before, after, places_text(*places)).lines(f"{metric_id}: what changed")
-    return []
+    peak = peak_of(metric_id)
+    if peak is None:
+        return []
+    ranks = [measurement.worst(*peak) for measurement in (one, other)]
+    before, after = (split_of(rank, *peak) for rank in ranks)
+    if before is None or after is None:
+        return []
+    places = [(rank.rank, rank.peak_phase(*peak).name) for rank in ranks]
+    return growth(before, after, places_text(*places)).lines(f"{metric_id}: what changed")

@@ -8,14 +8,13 @@ from fractions import Fraction
 from ..errors import UserError
 from ..gates import GATED_METRICS, band
 from ..measurement import check_phase
-from ..throughput import STEP_METRICS
+from ..throughput import STEP_METRICS, TIMES
 from ..units import parse_bytes, parse_fraction
 
 MISSING = "missing"
 """The rule against tests and figures that are no longer there."""
 
-_OF_TIME = ("throughput", "solo-throughput")
-_OF_BYTES = (*GATED_METRICS, "collective-bytes", "moved-bytes")
+_OF_BYTES = (*GATED_METRICS, *(metric for metric, kind in STEP_METRICS.items() if kind.key == "bytes"))
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Rule:
             check_phase(phase, source)
         if limit.rstrip().endswith("%"):
             fraction = parse_fraction(limit, source)
-            if fraction >= 1 and base in _OF_TIME:
+            if fraction >= 1 and base in TIMES:
                 raise UserError(f"{source}: throughput cannot fall by more than 100%; allowed are 0% to below 100%")
             return cls(text, metric, fraction=fraction)
         if base in _OF_BYTES:
@@ -55,10 +54,10 @@ class Rule:
 
     def is_about(self, metric_id: str) -> bool:
         """Whether it bounds this metric; one on throughput bounds that of solo ranks too."""
-        return metric_id == self.metric or (self.metric == "throughput" and metric_id in _OF_TIME)
+        return metric_id == self.metric or (self.metric == "throughput" and metric_id in TIMES)
 
     def is_broken(self, before: int, after: int) -> bool:
         """Whether a figure of the metric got worse by more. Of a step's time, throughput falls as it rises."""
-        if self.fraction is not None and self.metric in _OF_TIME:
+        if self.fraction is not None and self.metric in TIMES:
             return after * (1 - Fraction(repr(self.fraction))) > before
         return after > before + (self.size if self.size is not None else band(before, self.fraction or 0.0, 0))

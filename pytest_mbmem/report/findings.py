@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 TITLE = "diagnosis"
 """Of the section in a failure's text."""
 
+FINDINGS = "mbmem_findings"
+"""The property of a test for the rules that found something."""
+
 _MOST_LINES = 8
 """Of one finding."""
 
@@ -58,8 +61,7 @@ def _subject(measured: Measured) -> Subject:
 
 def say(properties: list[tuple[str, object]], report: pytest.TestReport, findings: Sequence[Finding]) -> None:
     """Put the rules' names among a test's JUnit properties, and the findings into the text of its failure."""
-    name = "mbmem_findings"
-    properties[:] = [p for p in properties if p[0] != name] + [(name, "; ".join(finding.rule for finding in findings))]
+    properties[:] = [p for p in properties if p[0] != FINDINGS] + [(FINDINGS, rules_text(findings))]
     if not report.failed:
         return
     text = "\n".join(findings_lines(findings))
@@ -68,6 +70,11 @@ def say(properties: list[tuple[str, object]], report: pytest.TestReport, finding
         add_section(TITLE, text)
     else:  # a text, of a test whose worker ended early
         report.sections.append((TITLE, text))
+
+
+def rules_text(findings: Sequence[Finding]) -> str:
+    """Their rules, as a property has them."""
+    return "; ".join(finding.rule for finding in findings)
 
 
 def say_of_worker(reports: Sequence[pytest.TestReport]) -> None:

@@ -103,8 +103,8 @@ def _advice(measurement: Measurement) -> Iterator[str]:
     yield "What gives unused memory back, the documents' remedy first:"
     if alloc_conf.has_expandable_segments(memory.get("alloc_conf", "")):
         yield "  - expandable segments are on already"
-    else:
+    else:  # of expandable segments PyTorch collects no garbage
         yield f"  - {_EXPANDABLE}"
-    settings = "garbage_collection_threshold:0.8,per_process_memory_fraction:0.95"
-    yield f'  - memory.alloc_conf "{settings}" frees cached segments early'
+        settings = "garbage_collection_threshold:0.8,per_process_memory_fraction:0.95"
+        yield f'  - memory.alloc_conf "{settings}" frees cached segments early'
     yield "  - torch.cuda.empty_cache() between phases of the training loop gives whole segments back"

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..files import append_to
+from .markdown import code, fenced, plain, size, table
 from .ratchet import Improvement
-from .results import Measured, Results, TestResult
+from .results import DISAGREE, Measured, Results, TestResult
 from .rows import Row, rows_of
 from .text import headline, printable
 
@@ -33,8 +33,7 @@ _MOST_GROWN = 3  # lines of what grew
 _LONGEST_TITLE = 200
 _LONGEST_MESSAGE = 2000
 _LONGEST_FAILURE = 20_000
-_FAILED = ("failed", "error")
-_PROVED = ("refused as documented", "accepted silently, as documented", "cannot be decided")
+_NUMBERS = ("baseline", "measured", "change", "rank")
 
 Place = tuple[str, int | None]
 """A test's file, relative to the rootdir, and its line, from 0; None where it has none."""
@@ -50,14 +49,14 @@ def is_here() -> bool:
 
 def failed_tests(results: Results) -> list[TestResult]:
     """Those that failed in their last run."""
-    return [test for test in results.tests.values() if test.outcome in _FAILED]
+    return [test for test in results.tests.values() if test.has_failed]
 
 
 def said_by_gates(test: TestResult) -> dict[str, str]:
     """What each gate that fails the test says, and its verdict; of a test that failed otherwise what pytest says."""
     said = [one for measured in test.measured for one in _of_measured(measured)]
     said += [(growth.headline, "growth") for growth in test.growths if not growth.passed]
-    said += [(proof["headline"], proof["verdict"]) for proof in test.proofs if proof["verdict"] not in _PROVED]
+    said += [(proof["headline"], proof["verdict"]) for proof in test.proofs if proof["verdict"] == DISAGREE]
     said = said or [(headline(test.failure) or f"the test ended with: {test.outcome}", test.outcome)]
     return dict(said)
 
@@ -100,17 +99,13 @@ def errors(results: Results, places: Mapping[str, Place], rootdir: Path) -> list
 
 
 def _error(test: TestResult, place: Place | None, rootdir: Path) -> str:
-    said = list(said_by_gates(test))
+    by_gates = said_by_gates(test)
+    said = list(by_gates)
     more = [f"and {len(said) - _MOST_SENTENCES} more verdicts"] if len(said) > _MOST_SENTENCES else []
     lines = [*said[:_MOST_SENTENCES], *more, *_grown(test), *_next_actions(test)]
     name = test.id.partition("::")[2] or test.id
-    properties = {**_location(place, rootdir), "title": f"mbmem {_verdict(test)}: {name}"[:_LONGEST_TITLE]}
+    properties = {**_location(place, rootdir), "title": f"mbmem {by_gates[said[0]]}: {name}"[:_LONGEST_TITLE]}
     return command("error", "\n".join(lines)[:_LONGEST_MESSAGE], properties)
-
-
-def _verdict(test: TestResult) -> str:
-    """Of the first gate that fails the test."""
-    return next(iter(said_by_gates(test).values()))
 
 
 def _location(place: Place | None, rootdir: Path) -> dict[str, str]:
@@ -184,26 +179,27 @@ def summary(results: Results, found: Sequence[Improvement], update: str, room: i
         "",
         f"### Memory: {len(failed) or 'none'} of {len(tests)} tests that measure failed",
         "",
-        f"{_text(results.header.get('device', ''))}; "
-        + ", ".join(f"{_text(verdict)}: {count}" for verdict, count in verdicts.most_common()),
+        f"{plain(results.header.get('device', ''))}; "
+        + ", ".join(f"{plain(verdict)}: {count}" for verdict, count in verdicts.most_common()),
         "",
     ]
     if len(failed) > MOST_ERRORS:
         head[-1:] = ["", f"GitHub annotates {MOST_ERRORS} of {len(failed)} failed tests; all of them are below.", ""]
-    room -= _size(head) + 2 * _size([_left_out(len(failed) + len(rows), "tests and verdicts")])
+    room -= size(head) + 2 * size([_left_out(len(failed) + len(rows), "tests and verdicts")])
     if room < 0:
         return ""
     blocks = [_failed_block(test) for test in failed]
     lines, room = _as_many(blocks, room, "failed tests")
     improved = _improved_block(found, update)
-    if improved and _size(improved) <= room:
+    if improved and size(improved) <= room:
         lines += improved
-        room -= _size(improved)
+        room -= size(improved)
     names = [field.name for field in dataclasses.fields(Row)]
-    table_head = ["", f"| {' | '.join(names)} |", f"|{' --- |' * len(names)}"]
-    if rows and _size(table_head) <= room:
-        table, room = _as_many([[_row(row, names)] for row in rows], room - _size(table_head), "verdicts")
-        lines += [*table_head, *table, ""]
+    first, second, *rest = table(names, [_cells(row) for row in rows], right=_NUMBERS)
+    table_head = ["", first, second]
+    if rows and size(table_head) <= room:
+        shown, room = _as_many([[line] for line in rest], room - size(table_head), "verdicts")
+        lines += [*table_head, *shown, ""]
     return "\n".join([*head, *lines]) + "\n"
 
 
@@ -211,10 +207,10 @@ def _as_many(blocks: Sequence[list[str]], room: int, what: str) -> tuple[list[st
     """The lines of as many blocks as there is room for, and the room that is left."""
     lines: list[str] = []
     for number, block in enumerate(blocks):
-        if _size(block) > room:
+        if size(block) > room:
             return [*lines, "", _left_out(len(blocks) - number, what), ""], room
         lines += block
-        room -= _size(block)
+        room -= size(block)
     return lines, room
 
 
@@ -222,48 +218,27 @@ def _left_out(count: int, what: str) -> str:
     return f"{count} more {what} are left out: a step's summary holds 1 MiB."
 
 
-def _size(lines: Sequence[str]) -> int:
-    return sum(len(line.encode("utf-8", "backslashreplace")) + 1 for line in lines)
-
-
 def _failed_block(test: TestResult) -> list[str]:
-    lines = ["<details>", f"<summary>{_code(test.id)}: {_text(next(iter(said_by_gates(test))))}</summary>", ""]
+    lines = ["<details>", f"<summary>{code(test.id)}: {plain(next(iter(said_by_gates(test))))}</summary>", ""]
     for finding in test.findings:
-        lines += [f"- **{_text(finding.symptom)}** {_text(finding.cause)}"]
-        lines += [f"    - {_text(evidence)}" for evidence in finding.evidence]
-        lines += [f"    - next: {_text(a.what)}{f' ({_text(a.cost)})' if a.cost else ''}" for a in finding.actions]
+        lines += [f"- **{plain(finding.symptom)}** {plain(finding.cause)}"]
+        lines += [f"    - {plain(evidence)}" for evidence in finding.evidence]
+        lines += [f"    - next: {plain(a.what)}{f' ({plain(a.cost)})' if a.cost else ''}" for a in finding.actions]
     failure = test.failure
     if len(failure) > _LONGEST_FAILURE:
         half = _LONGEST_FAILURE // 2
         failure = f"{failure[:half]}\n... {len(failure) - 2 * half} characters left out ...\n{failure[-half:]}"
-    return [*lines, "", *_fenced(failure), "", "</details>", ""]
+    return [*lines, "", fenced(failure.splitlines()), "", "</details>", ""]
 
 
 def _improved_block(found: Sequence[Improvement], update: str) -> list[str]:
     if not found:
         return []
-    shown = [f"- {_text(str(improvement))}" for improvement in found[:50]]
+    shown = [f"- {plain(str(improvement))}" for improvement in found[:50]]
     shown += [f"- and {len(found) - 50} more"] if len(found) > 50 else []
-    return ["", "Improvements that the baselines do not have yet:", "", *shown, "", *_fenced(update), ""]
+    return ["", "Improvements that the baselines do not have yet:", "", *shown, "", fenced([update]), ""]
 
 
-def _row(row: Row, names: Sequence[str]) -> str:
-    cells = [getattr(row, name) for name in names]
-    return f"| {_code(cells[0])} | {' | '.join(_text(cell) for cell in cells[1:])} |"
-
-
-def _code(text: str) -> str:
-    return f"<code>{_text(text)}</code>"
-
-
-def _text(text: str) -> str:
-    """As plain text wherever it stands: what means something in Markdown or HTML is written as a reference."""
-    line = " ".join(map(printable, text.splitlines())).strip()
-    return re.sub(r"[^\w ]|_", lambda found: f"&#{ord(found[0])};", line)
-
-
-def _fenced(text: str) -> list[str]:
-    """As it is, in a block that nothing in it can end."""
-    lines = [printable(line) for line in text.splitlines()]
-    fence = "`" * max(3, 1 + max((len(run) for line in lines for run in re.findall("`+", line)), default=0))
-    return [fence, *lines, fence]
+def _cells(row: Row) -> list[str]:
+    test, *others = dataclasses.astuple(row)
+    return [code(test), *map(plain, others)]

@@ -71,7 +71,7 @@ def page(results: Results, earlier: Sequence[Series] = ()) -> str:
     """
     tests = list(results.tests.values())
     figures = PageFigures()
-    failed = {test.id for test in tests if _has_failed(test)}
+    failed = {test.id for test in tests if test.has_failed}
     opened = {tests[0].id} if len(tests) == 1 else failed if len(failed) <= _MOST_OPEN else set()
     trends = _trends(results, earlier)
     rows = [(number, row) for number, test in enumerate(tests) for row in _rows(test)]
@@ -124,17 +124,13 @@ def _trends(results: Results, earlier: Sequence[Series]) -> Mapping[str, list[Se
     return found
 
 
-def _has_failed(test: TestResult) -> bool:
-    return test.outcome in ("failed", "error")
-
-
 # The table ------------------------------------------------------------------------------------------------------------
 
 
 def _rows(test: TestResult) -> list[Row]:
     """Its verdicts. Of a test without any the outcome, and of a failed one where no verdict says so."""
     rows = list(rows_of(test))
-    if not rows or (_has_failed(test) and all(row.verdict in (*_GOOD, *_NEITHER) for row in rows)):
+    if not rows or (test.has_failed and all(row.verdict in (*_GOOD, *_NEITHER) for row in rows)):
         device = next((sweep.control.measurement.device.key for sweep in test.sweeps), NOTHING)
         settings = sum(len(sweep) for sweep in test.sweeps)
         measured = f"{settings} setting{'s' * (settings > 1)}" if settings else NOTHING
@@ -189,7 +185,7 @@ def _test(number: int, test: TestResult, trend: Sequence[Series], figures: PageF
             *(f"<p>{escape(proof['headline'])}</p>" for proof in test.proofs),
         ]
     )
-    why = "What failed" if _has_failed(test) else f"Why it is {test.outcome}"
+    why = "What failed" if test.has_failed else f"Why it is {test.outcome}"
     failure = details(why, preformatted(test.failure.splitlines()))
     failure += "".join(details("What failed before", preformatted(text.splitlines())) for text in test.earlier)
     left = listed(test.artifacts)

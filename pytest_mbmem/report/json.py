@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..files import read_bytes
 from .results import Results
 
 
@@ -17,14 +18,12 @@ def text(results: Results) -> str:
 
 def load(path: Path) -> Results:
     """Read what `text` wrote. Raises `UserError` naming the file if it is missing, damaged or something else."""
-    return Results.from_json(read(path), str(path))
+    return Results.from_json(parse(read_bytes(path), str(path)), str(path))
 
 
-def read(path: Path) -> Any:
-    """The data of a JSON file. Raises `UserError` naming the file if there are none."""
+def parse(content: bytes, source: str) -> Any:
+    """The data of a JSON file. Raises `UserError` naming `source` if there are none."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
+        return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read as JSON ({error})") from None
+        raise UserError(f"{source}: cannot be read as JSON ({error})") from None

@@ -10,6 +10,7 @@ from ..compare import Comparison, Costs
 from ..fits import FitJudgement
 from ..fragmentation import FragmentationJudgement
 from ..gates import Judgement
+from ..growth import GrowthSummary
 from ..measurement import Measurement
 from ..savings import SavingJudgement
 from ..sweep import Sweep
@@ -27,7 +28,11 @@ Properties = list[tuple[str, object]]
 
 
 def properties(
-    measured: Sequence[Measured], sweeps: Sequence[Sweep] = (), proofs: Sequence[Proof] = (), nodeid: str = ""
+    measured: Sequence[Measured],
+    sweeps: Sequence[Sweep] = (),
+    growths: Sequence[GrowthSummary] = (),
+    proofs: Sequence[Proof] = (),
+    nodeid: str = "",
 ) -> Properties:
     """Name and value of each figure, in bytes or as text.
 
@@ -35,11 +40,14 @@ def properties(
     name, if it has one: "mbmem_verdict@reserved[control]". Figures of a memory_saving marker begin with "saving_", with
     a number if there are several of the same figure; those of a sweep's rows end with the row's name. Figures of a fits
     marker begin with "fits_", with the GPU behind them. Figures of a throughput marker begin with "throughput_", with
-    what is judged behind them. Those of a proof begin with "proof_" and end with the constraint's id.
+    what is judged behind them, those of a no_memory_growth marker with "growth_". Those of a proof begin with "proof_"
+    and end with the constraint's id.
     """
     found = [property for m in measured for property in named(m.name, _figures(m))]
     for number, sweep in enumerate(sweeps, 1):
         found += of_sweep(sweep, number)
+    for growth in growths:
+        found += of_growth(growth)
     for proof in proofs:
         found += of_proof(proof.id, proof.verdict, proof.headline)
     return [(TEST, nodeid), *found] if found and nodeid else found
@@ -59,6 +67,19 @@ def of_sweep(sweep: Sweep, number: int) -> Properties:
         label = f"{name}: {row.name}" if name else row.name
         found += named(label, ((f"sweep_{figure}", value) for figure, value in _compared(row.comparison, row.verdict)))
     return found
+
+
+def of_growth(growth: GrowthSummary) -> Properties:
+    """Of a no_memory_growth marker."""
+    figures = {
+        "verdict": "pass" if growth.passed else "growth",
+        "slack_bytes": growth.slack,
+        "per_step_bytes": growth.per_step,
+        "over_control_bytes": growth.over_control,
+        "per_microbatch_bytes": growth.per_microbatch,
+        "freed_by_gc_bytes": growth.freed_by_gc,
+    }
+    return named(growth.name, ((f"growth_{figure}", value) for figure, value in figures.items()))
 
 
 def of_proof(constraint: str, verdict: str, headline: str) -> Properties:

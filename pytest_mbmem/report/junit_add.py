@@ -9,6 +9,7 @@ from typing import Any
 from ..baselines import clean_nodeid
 from ..errors import UserError
 from . import json, junit, junit_xml
+from .findings import FINDINGS, rules_text
 from .junit_xml import address, xml_text
 from .results import TestResult
 
@@ -61,9 +62,10 @@ def _replace(case: Any, test: TestResult) -> None:
     for old in list(case.properties()):
         if (old.name or "").startswith(_PREFIX):
             case.remove_property(old)
-    found = junit.properties(test.measured, test.sweeps, (), test.id) or [(junit.TEST, test.id)]
+    found = junit.properties(test.measured, test.sweeps, test.growths, nodeid=test.id) or [(junit.TEST, test.id)]
     for proof in test.proofs:
         found += junit.of_proof(proof["id"], proof["verdict"], proof["headline"])
+    found += [(FINDINGS, rules_text(test.findings))] if test.findings else []
     found += [("mbmem_artifact", path) for path in test.artifacts]
     for name, value in found:
         case.add_property(xml_text(name), xml_text(value))

@@ -21,6 +21,7 @@ from typing import Any
 from junitparser import Error, Failure, Skipped
 from junitparser.xunit2 import FlakyFailure, RerunFailure, TestCase
 
+from ..compare import how
 from ..growth import GrowthSummary
 from ..measurement import Measurement
 from . import junit, junit_xml
@@ -29,8 +30,9 @@ from .findings import findings_lines
 from .fits import fit_failure_text, fragmentation_failure_text
 from .junit_xml import xml_text
 from .oom import message_lines
-from .results import Measured, Results, TestResult
+from .results import DISAGREE, Measured, Results, TestResult
 from .terminal import failure_text
+from .text import headline
 from .throughput import throughput_failure_text
 
 SUITE = "pytest-mbmem"
@@ -46,8 +48,6 @@ REVISION = "mbmem_revision"
 
 _BROKEN = ("invalid", "refused", "error", "died", "timeout", "lost peer", "disturbed")
 """Verdicts and kinds of failures that say nothing about memory."""
-
-_PROVED = ("refused as documented", "accepted silently, as documented")
 
 _MOST_ATTACHMENTS = 20
 """Files of a test's folders that are named one by one."""
@@ -97,8 +97,8 @@ def _elements(test: TestResult) -> Iterator[Any]:
         element = TestCase(name + behind, classname, round(test.duration, 3) if number == 0 else 0.0)
         properties = [(junit.TEST, test.id), *case.properties]
         properties += [("mbmem_outcome", test.outcome)] if test.outcome == "xpassed" else []
-        if number == 0 or case.problem:
-            properties += [("mbmem_artifact", path) for path in test.artifacts]
+        artifacts = test.artifacts if number == 0 or case.problem else []
+        properties += [("mbmem_artifact", path) for path in artifacts]
         for key, value in properties:
             element.add_property(xml_text(key), xml_text(value))
         result = _result(test, case)
@@ -107,8 +107,7 @@ def _elements(test: TestResult) -> Iterator[Any]:
         if number == 0:
             for failure in dict.fromkeys(test.earlier):
                 element.add_interim_result(_interim(failure, flaky=result is None))
-        attached = _attachments(test.artifacts) if number == 0 or case.problem else []
-        if attached:
+        if attached := _attachments(artifacts):
             element.system_out = xml_text("\n".join(attached))
         yield element
 
@@ -117,28 +116,21 @@ def _result(test: TestResult, case: _Case) -> Any:
     """Failure, error or skip of a case; None where it passed."""
     if not case.problem and (case.label or test.outcome not in ("skipped", "xfailed")):
         return None
-    headline = xml_text(_headline(case.problem)) or test.outcome
+    message = xml_text(headline(case.problem)) or test.outcome
     if test.outcome == "xfailed":
-        result = Skipped(f"expected to fail: {headline}", "pytest.xfail")
+        result = Skipped(f"expected to fail: {message}", "pytest.xfail")
     elif test.outcome == "skipped" and not case.label:
-        result = Skipped(headline, "pytest.skip")
+        result = Skipped(message, "pytest.skip")
     else:
-        result = (Error if case.broken else Failure)(headline, "mbmem.broken" if case.broken else "mbmem.gate")
+        result = (Error if case.broken else Failure)(message, "mbmem.broken" if case.broken else "mbmem.gate")
     result.text = xml_text(case.problem)
     return result
 
 
 def _interim(failure: str, *, flaky: bool) -> Any:
-    interim = (FlakyFailure if flaky else RerunFailure)(xml_text(_headline(failure)), "mbmem.earlier")
+    interim = (FlakyFailure if flaky else RerunFailure)(xml_text(headline(failure)), "mbmem.earlier")
     interim.stack_trace = xml_text(failure)
     return interim
-
-
-def _headline(problem: str) -> str:
-    """The first line of a gate's text; of pytest's the one that says what was raised."""
-    lines = [line for line in problem.splitlines() if line.strip()]
-    raised = next((line[2:].strip() for line in lines if line.startswith("E  ")), None)
-    return raised or (lines[0].strip() if lines else "")
 
 
 def _attachments(paths: Sequence[str]) -> list[str]:
@@ -169,12 +161,11 @@ def _cases(test: TestResult) -> list[_Case]:
         name = sweep.name or ("" if number == 1 else str(number))
         cases.append(_Case(f"sweep {name}".strip(), junit.of_sweep(sweep, number)))
     for proof in test.proofs:
-        bad = proof["verdict"] not in (*_PROVED, "cannot be decided")
         properties = junit.of_proof(proof["id"], proof["verdict"], proof["headline"])
-        cases.append(_Case(f"proof {proof['id']}", properties, proof["headline"] if bad else ""))
+        problem = proof["headline"] if proof["verdict"] == DISAGREE else ""
+        cases.append(_Case(f"proof {proof['id']}", properties, problem))
     if not cases or not _says_all(test, cases):
-        bad = test.outcome in ("failed", "error")
-        problem = test.failure or (f"the test ended with: {test.outcome}" if bad else "")
+        problem = test.failure or (f"the test ended with: {test.outcome}" if test.has_failed else "")
         cases.insert(0, _Case("", problem=problem if test.outcome != "passed" else "", broken=test.outcome == "error"))
     first = next((number for number, case in enumerate(cases) if case.problem), None)
     if first is not None and test.findings:
@@ -188,7 +179,7 @@ def _says_all(test: TestResult, cases: Sequence[_Case]) -> bool:
     if test.outcome in ("error", "skipped"):
         return False
     if test.outcome in ("failed", "xfailed"):
-        return any(case.problem and _headline(case.problem) in test.failure for case in cases)
+        return any(case.problem and headline(case.problem) in test.failure for case in cases)
     return True
 
 
@@ -233,20 +224,11 @@ def _case(
 def _failure_lines(measurement: Measurement) -> list[str]:
     failure = measurement.failure
     assert failure is not None
-    place = f" in {failure.name}" if failure.name else ""
-    return [f"{failure.kind} on rank {failure.rank}{place}", "", *message_lines(failure)]
+    return [how(failure), "", *message_lines(failure)]
 
 
 def _of_growth(growth: GrowthSummary) -> _Case:
-    figures = {
-        "verdict": "pass" if growth.passed else "growth",
-        "slack_bytes": growth.slack,
-        "per_step_bytes": growth.per_step,
-        "over_control_bytes": growth.over_control,
-        "per_microbatch_bytes": growth.per_microbatch,
-        "freed_by_gc_bytes": growth.freed_by_gc,
-    }
     lines = [line for finding in growth.findings for line in (*finding.lines(), "")]
     problem = "" if growth.passed else "\n".join(lines).rstrip() or growth.headline
     label = f"@{growth.name} growth" if growth.name else "growth"
-    return _Case(label, junit.named(growth.name, ((f"growth_{n}", v) for n, v in figures.items())), problem)
+    return _Case(label, junit.of_growth(growth), problem)

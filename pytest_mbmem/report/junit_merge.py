@@ -91,19 +91,11 @@ def merge(paths: Sequence[Path], *, same_run: bool = False) -> Any:
     cases: dict[tuple[str, str, str, str], list[_Result]] = {}
     for key, one in _by_device(found):
         cases.setdefault(key, []).append(one)
-    suites: dict[str, list[Any]] = {suite.name or "": [] for xml in files for suite in _all_suites(xml)}
+    suites: dict[str, list[Any]] = {suite.name or "": [] for xml in files for suite in junit_xml.suites_of(xml)}
     for (suite, _, _, device), results in sorted(cases.items(), key=lambda item: item[0]):
         suites[suite].append(_merged(results, device, same_run=same_run))
     made = [_suite(name, cases_of, files) for name, cases_of in sorted(suites.items())]
     return junit_xml.file_of(made, "merged")
-
-
-def _all_suites(xml: Any) -> Iterable[Any]:
-    waiting = list(xml)
-    while waiting:
-        suite = waiting.pop(0)
-        yield suite
-        waiting += suite.testsuites()
 
 
 def _results(path: Path, xml: Any, order: int) -> Iterable[_Result]:
@@ -200,7 +192,7 @@ def _interim(text: _Text, *, passed: bool) -> Any:
 
 def _suite(name: str, cases: Sequence[Any], files: Sequence[Any]) -> Any:
     """Its properties are those of all suites of that name, and it began when the first of them did."""
-    alike = [suite for xml in files for suite in _all_suites(xml) if (suite.name or "") == name]
+    alike = [suite for xml in files for suite in junit_xml.suites_of(xml) if (suite.name or "") == name]
     properties = {pair for suite in alike for pair in junit_xml.properties_of(suite) if pair[0] != RUN}
     merged = junit_xml.suite(name, sorted(properties), cases)
     times = {suite.timestamp: time for suite in alike if (time := junit_xml.time_of(suite.timestamp)) is not None}

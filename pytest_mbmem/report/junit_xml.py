@@ -19,6 +19,7 @@ from junitparser import JUnitXmlError
 from junitparser.xunit2 import JUnitXml, TestCase, TestSuite
 
 from ..errors import UserError
+from ..files import read_bytes
 from ..validation import show
 
 Outcome = Literal["passed", "skipped", "failed", "error"]
@@ -54,27 +55,28 @@ def address(nodeid: str) -> tuple[str, str]:
 
 
 def read(path: Path) -> Any:
-    """The `JUnitXml` of a file. Raises `UserError` naming the file if it is missing, damaged or something else.
+    """The `JUnitXml` of a file. Raises `UserError` naming the file if it is missing, damaged or something else."""
+    return parse(read_bytes(path), str(path))
+
+
+def parse(content: bytes, source: str) -> Any:
+    """The same of what is in a file that `source` names.
 
     A document type is refused, because with one a file can make a parser expand entities without end or open others.
     """
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    try:
-        _check(data)
-        found = JUnitXml.fromstring(data)
+        _check(content)
+        found = JUnitXml.fromstring(content)
     except _Refused as refused:
-        raise UserError(f"{path}: {refused}") from None
+        raise UserError(f"{source}: {refused}") from None
     except JUnitXmlError:
-        raise UserError(f"{path}: not a JUnit file: its first element is neither testsuites nor testsuite") from None
+        raise UserError(f"{source}: not a JUnit file: its first element is neither testsuites nor testsuite") from None
     except (expat.ExpatError, SyntaxError, ValueError, LookupError) as error:
-        raise UserError(f"{path}: cannot be read as XML ({error})") from None
+        raise UserError(f"{source}: cannot be read as XML ({error})") from None
     for _, case in cases_of(found):
         if not case.name:
-            raise UserError(f"{path}: not a JUnit file: a testcase of class {show(case.classname)} has no name")
-        seconds_of(case, str(path))
+            raise UserError(f"{source}: not a JUnit file: a testcase of class {show(case.classname)} has no name")
+        seconds_of(case, source)
     return found
 
 
@@ -102,14 +104,20 @@ def _check(data: bytes) -> None:
     parser.Parse(data, True)
 
 
-def cases_of(xml: Any) -> Iterator[tuple[Any, Any]]:
-    """Each case with the suite that it is directly in; suites may hold suites."""
+def suites_of(xml: Any) -> Iterator[Any]:
+    """Each suite; suites may hold suites."""
     waiting = list(xml)
     while waiting:
         suite = waiting.pop(0)
+        yield suite
+        waiting += suite.iterchildren(TestSuite)
+
+
+def cases_of(xml: Any) -> Iterator[tuple[Any, Any]]:
+    """Each case with the suite that it is directly in."""
+    for suite in suites_of(xml):
         for case in suite.iterchildren(TestCase):
             yield suite, case
-        waiting += suite.iterchildren(TestSuite)
 
 
 def properties_of(element: Any) -> list[tuple[str, str]]:
@@ -139,9 +147,9 @@ def time_of(text: str | None) -> datetime | None:
     """A timestamp; one without a zone is taken as UTC. None for what is none."""
     try:
         time = datetime.fromisoformat(re.sub("Z$", "+00:00", text or ""))
-    except ValueError:
+        return time.astimezone(timezone.utc) if time.tzinfo else time.replace(tzinfo=timezone.utc)
+    except (ValueError, OverflowError):  # in UTC it can be before the year 1
         return None
-    return time.astimezone(timezone.utc) if time.tzinfo else time.replace(tzinfo=timezone.utc)
 
 
 # Writing --------------------------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from ..throughput import figure_text
 from .compared import HEAD, Compared, Row
 from .markup import details, preformatted
 from .trend import HEAD as OF_TREND
-from .trend import Series, cells_of
+from .trend import NOTE, Series, cells_of
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -35,7 +36,7 @@ def compare_page(compared: Compared) -> str:
     rows = sorted(compared.rows, key=lambda row: (not row.changed, not row.is_bad))
     body = "".join(f"<tr>{_row(row)}</tr>" for row in rows)
     grown = "".join(
-        details(f"{row.label} {row.metric}: {row.cells()[5]}", preformatted(row.growth_lines()))
+        details(f"{row.label} {row.metric}: {row.change_text}", preformatted(row.growth_lines()))
         for row in rows
         if row.changed
     )
@@ -50,8 +51,7 @@ def trend_page(series: Sequence[Series]) -> str:
         label, *rest = cells_of(one)
         cells = "".join(_cell(name, text) for name, text in zip(OF_TREND[1:], rest, strict=True))
         rows += f'<tr><th scope="row">{escape(label)}</th>{cells}<td>{_drawn(one)}</td></tr>'
-    note = "<p>More is worse of every metric; throughput is the time of a step.</p>"
-    return _page("Memory over runs", _table((*OF_TREND, "trend"), rows) + note)
+    return _page("Memory over runs", f"{_table((*OF_TREND, 'trend'), rows)}<p>{NOTE}</p>")
 
 
 def _page(title: str, body: str) -> str:
@@ -81,7 +81,7 @@ def _row(row: Row) -> str:
 
 
 def _drawn(series: Series) -> str:
-    """A line through the figures from zero's side up, with what each is where the pointer rests."""
+    """A line through the figures, from the lowest to the highest, with what each is where the pointer rests."""
     values = series.values
     least, span = min(values), max(values) - min(values) or 1
     step = (_WIDTH - 2 * _EDGE) / max(len(values) - 1, 1)
@@ -91,8 +91,8 @@ def _drawn(series: Series) -> str:
     ]
     line = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
     dots = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(point.run)} {escape(point.started)}: {point.value}'
-        "</title></circle>"
+        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3"><title>{escape(point.run)} {escape(point.started)}: '
+        f"{figure_text(series.metric, point.value)}</title></circle>"
         for (x, y), point in zip(places, series.points, strict=True)
     )
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -36,6 +35,7 @@ class Reporter:
         self._written: list[str] = []
         self._elsewhere: list[tuple[int, str, str]] = []  # what failed in other processes of a torchrun
         self._lacked_gpus = 0  # tests that were skipped for it
+        self._begun: set[str] = set()  # tests that are set up, and have no result yet
         self._places: dict[str, tuple[str, int | None]] = {}  # file and line of each test
         self._improved: list[str] = []  # lines on improvements to record
         self._commands: list[str] = []  # for GitHub Actions
@@ -47,6 +47,10 @@ class Reporter:
             self._lacked_gpus += 1
         data: dict[str, Any] | None = getattr(report, "mbmem", None)
         if data is None:
+            if (
+                str(report.when) == "???" and report.nodeid in self._begun
+            ):  # xdist's, of a process that crashed in a test
+                self._not_ended(report.nodeid, str(report.longrepr))
             return
         from ..baselines import Record
 
@@ -60,6 +64,10 @@ class Reporter:
         result.outcome = _outcome(report, result.outcome)
         if report.outcome != "passed":  # "rerun" is what pytest-rerunfailures makes of a failure
             result.failure = "\n\n".join(filter(None, (result.failure, _text(report))))
+        if report.when == "setup" and report.passed:
+            self._begun.add(report.nodeid)
+        else:
+            self._begun.discard(report.nodeid)
         if report.when == "call":
             result.measured = [Measured.from_json(m, report.nodeid) for m in data.get("measurements", [])]
             result.sweeps = [Sweep.from_json(s, report.nodeid) for s in data.get("sweeps", [])]
@@ -70,11 +78,18 @@ class Reporter:
         if report.failed:  # in its teardown, where the call was well
             self._records.pop(report.nodeid, None)
 
+    def _not_ended(self, nodeid: str, why: str) -> None:
+        result = self._results.tests[nodeid]
+        result.outcome, result.failure = "error", why
+        self._begun.discard(nodeid)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Update baselines and write reports; what goes wrong there fails the session."""
         if session.config.option.collectonly:
             return
+        for nodeid in sorted(self._begun):
+            self._not_ended(nodeid, "the session ended before this test did")
         try:
             self._elsewhere = self._run.failed_elsewhere({})
         except UserError as error:
@@ -157,7 +172,7 @@ class Reporter:
         found = ratchet.improvements(self._results)
         update = ratchet.update_command([one.test for one in found], config)
         self._improved = ratchet.improvement_lines(found, update)
-        if not (options.ci and "GITHUB_ACTIONS" in os.environ and self._results.tests):
+        if not (options.ci and self._results.tests):
             return
         from . import github
 

@@ -24,6 +24,8 @@ from ..throughput import ThroughputJudgement
 SCHEMA = 1
 """Version of the file that --mbmem-json writes; a file with another one is refused."""
 
+DISAGREE = "documentation and code disagree"
+"""The verdict of a proof that fails its test."""
 
 J = TypeVar("J", Judgement, ThroughputJudgement)
 
@@ -135,6 +137,11 @@ class TestResult:
     failure: str = ""  # pytest's text of what failed, in setup, call and teardown; of a skipped test the reason
     artifacts: list[str] = field(default_factory=list)  # paths of what the failure left: folder, snapshots
     earlier: list[str] = field(default_factory=list)  # texts of its failures before it was run again
+
+    @property
+    def has_failed(self) -> bool:
+        """In its last run."""
+        return self.outcome in ("failed", "error")
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -7,16 +7,19 @@ is worse: of "throughput" it is the nanoseconds of a step.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..files import read_bytes
 from ..gates import DEFAULT_SLACK, DEFAULT_TOLERANCE, GATED_METRICS, GatedMetric
-from ..measurement import Measurement
+from ..measurement import MOST, Measurement
 from ..throughput import DEFAULT_TOLERANCE as OF_STEPS
 from ..throughput import STEP_METRICS, Throughput
+from ..validation import show
 from . import json
 from .results import Measured, Results
 from .rows import label_of
@@ -57,9 +60,50 @@ class Tested:
     alone: bool = False  # in the file of `mbmem measure`
 
 
-def metric_of(metric_id: str) -> str:
-    """Without its phase."""
-    return metric_id.partition("@")[0]
+@dataclass(frozen=True)
+class File:
+    """A file with measurements of a run, or with a single one."""
+
+    path: Path
+    tested: Sequence[Tested]
+    is_junit: bool
+
+    @classmethod
+    def load(cls, path: Path) -> File:
+        """Raises `UserError` naming the file for what is none of the three kinds."""
+        content = read_bytes(path)
+        if _is_xml(content, path):
+            from . import junit_xml
+
+            return cls(path, _of_junit(junit_xml.parse(content, str(path)), path.name), is_junit=True)
+        data = json.parse(content, str(path))
+        if isinstance(data, dict) and "tests" in data:
+            return cls(path, of_results(Results.from_json(data, str(path)), path.name), is_junit=False)
+        if isinstance(data, dict) and "device" in data:
+            measured = Measured("", None, Measurement.from_json(data, str(path)))
+            one = _tested(_recipe_name(measured.measurement), measured)
+            one.run, one.alone = path.name, True
+            return cls(path, [one], is_junit=False)
+        found = show(sorted(data)) if isinstance(data, dict) else type(data).__name__
+        raise UserError(
+            f"{path}: neither what `mbmem measure --json` writes nor what `pytest --mbmem-json` writes (found {found})"
+        )
+
+    @property
+    def measurements(self) -> dict[str, Measurement]:
+        """By label; a JUnit file has none."""
+        return {one.label: one.measurement for one in self.tested if one.measurement is not None}
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is of `mbmem measure`, which knows no test."""
+        return any(one.alone for one in self.tested)
+
+
+def peak_of(metric_id: str) -> tuple[GatedMetric, str | None] | None:
+    """Metric and phase of a peak's figure; None for one of steps."""
+    name, _, phase = metric_id.partition("@")
+    return next(((metric, phase or None) for metric in GATED_METRICS if metric == name), None)
 
 
 def band_of(metric_id: str, *tested: Tested) -> Band:
@@ -67,38 +111,25 @@ def band_of(metric_id: str, *tested: Tested) -> Band:
     found = next((one.bands[metric_id] for one in tested if metric_id in one.bands), None)
     if found is not None:
         return found
-    metric = metric_of(metric_id)
-    for gated in GATED_METRICS:
-        if metric == gated:
-            return Band(DEFAULT_TOLERANCE[gated], DEFAULT_SLACK[gated])
-    return Band(OF_STEPS)
+    peak = peak_of(metric_id)
+    return Band(OF_STEPS) if peak is None else Band(DEFAULT_TOLERANCE[peak[0]], DEFAULT_SLACK[peak[0]])
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
     """The files, a folder's in the order of their names. Raises `UserError` for a path or folder without any."""
     found: list[Path] = []
     for path in paths:
-        if not path.is_dir():
-            found.append(path)
-            continue
-        inside = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+        try:
+            if not path.is_dir():
+                found.append(path)
+                continue
+            inside = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+        except OSError as error:
+            raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
         if not inside:
             raise UserError(f"{path}: no file in this folder is called *{' or *'.join(SUFFIXES)}")
         found += inside
     return found
-
-
-def read(path: Path) -> list[Tested]:
-    """All measurements of a file. Raises `UserError` naming the file for what is neither of the two kinds."""
-    if is_xml(path):
-        return _of_junit(path)
-    data = json.read(path)
-    if isinstance(data, dict) and "device" in data:  # of `mbmem measure`, which knows no test
-        measured = Measured("", None, Measurement.from_json(data, str(path)))
-        one = _tested(_recipe_name(measured.measurement), measured)
-        one.run, one.alone = path.name, True
-        return [one]
-    return of_results(Results.from_json(data, str(path)), path.name)
 
 
 def _recipe_name(measurement: Measurement) -> str:
@@ -106,15 +137,10 @@ def _recipe_name(measurement: Measurement) -> str:
     return str(recipe.get("name") or f"recipe {measurement.recipe_digest}")
 
 
-def is_xml(path: Path) -> bool:
-    """Whether a file begins like XML does. Raises `UserError` if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(200)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror or error})") from None
-    marks = b"\xef\xbb\xbf\xff\xfe \t\r\n\0"
-    return start.lstrip(marks).startswith(b"<") or (path.suffix == ".xml" and not start.lstrip(marks))
+def _is_xml(content: bytes, path: Path) -> bool:
+    """Whether it begins like XML does, behind a byte order mark; an empty file is what its name says."""
+    start = content[:200].lstrip(b"\xef\xbb\xbf\xff\xfe \t\r\n\0")
+    return start.startswith(b"<") or (path.suffix == ".xml" and not start)
 
 
 def of_results(results: Results, name: str) -> list[Tested]:
@@ -129,22 +155,21 @@ def of_results(results: Results, name: str) -> list[Tested]:
 
 def figure(measurement: Measurement, metric_id: str) -> int | None:
     """Of peaks, the whole run's or a phase's; None where the measurement has none."""
-    metric, _, phase = metric_id.partition("@")
-    for gated in GATED_METRICS:
-        if metric == gated and measurement.ranks and not measurement.steps:
-            try:
-                return measurement.peak(gated, phase or None)
-            except UserError:  # no such phase
-                return None
-    return None
+    peak = peak_of(metric_id)
+    if peak is None or not measurement.ranks or measurement.steps:
+        return None
+    try:
+        return measurement.peak(*peak)
+    except UserError:  # no such phase
+        return None
 
 
 def _numbered(tested: list[Tested]) -> list[Tested]:
-    seen: dict[tuple[str, str], int] = {}
+    seen: Counter[str] = Counter()
     for one in tested:
-        key = one.label, one.device
-        seen[key] = seen.get(key, 0) + 1
-        one.label += f" {seen[key]}" if seen[key] > 1 else ""
+        label = one.label
+        seen[label] += 1
+        one.label += f" {seen[label]}" if seen[label] > 1 else ""
     return tested
 
 
@@ -179,22 +204,22 @@ def _tested(label: str, measured: Measured) -> Tested:
 # JUnit ----------------------------------------------------------------------------------------------------------------
 
 
-def _of_junit(path: Path) -> list[Tested]:
+def _of_junit(xml: Any, name: str) -> list[Tested]:
     """A test has one case in pytest's file, and one for each verdict in that of --mbmem-junit."""
     from . import junit_file, junit_xml
     from .junit import TEST
 
     found: dict[tuple[str, str], Tested] = {}
-    for suite, case in junit_xml.cases_of(junit_xml.read(path)):
+    for suite, case in junit_xml.cases_of(xml):
         about = dict(junit_xml.properties_of(suite))
         properties = junit_xml.properties_of(case)
         given = dict(properties)
         began = junit_xml.time_of(given.get(junit_file.RUN, "").partition("/")[0] or suite.timestamp)
         started = began.strftime("%Y-%m-%dT%H:%M:%SZ") if began else ""
-        run = about.get(junit_file.REVISION, "")[:10] or path.name
+        run = about.get(junit_file.REVISION, "")[:10] or name
         nodeid = given.get(TEST) or _nodeid(case)
-        for name, one in _measurements(properties).items():
-            label = nodeid + (f"@{name}" if name else "")
+        for of, one in _measurements(properties).items():
+            label = nodeid + (f"@{of}" if of else "")
             device = str(one.pop("device", about.get(junit_file.DEVICE, "")))
             tested = found.setdefault((label, device), Tested(label, device, started=started, run=run))
             tested.spread = one.pop("spread", tested.spread)
@@ -241,9 +266,10 @@ _METRICS: Mapping[str, str] = {
 def _number(text: str, factor: int = 1) -> int | None:
     """None for what another program, or another version of this one, wrote under this name."""
     try:
-        return round(float(text) * factor) if factor > 1 else int(text)
+        number = round(float(text) * factor) if factor > 1 else int(text)
     except (ValueError, OverflowError):
         return None
+    return number if 0 <= number < MOST else None
 
 
 def _nodeid(case: Any) -> str:

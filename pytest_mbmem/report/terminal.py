@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from .. import outside
+from ..compare import how
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement
 from ..split import parts_lines, split_of
@@ -252,9 +253,8 @@ def _measurement_lines(measurement: Measurement) -> Iterator[str]:
     yield f"versions: {', '.join(f'{name} {value}' for name, value in measurement.environment.items())}"
     failure = measurement.failure
     if failure is not None:
-        place = f" in {failure.name}" if failure.name else ""
         yield ""
-        yield f"FAILED: {failure.kind} on rank {failure.rank}{place}"
+        yield f"FAILED: {how(failure)}"
         yield from message_lines(failure)
         if findings := found_in(measurement):
             yield from ("", f"{TITLE}:", "", *findings_lines(findings))

@@ -11,8 +11,11 @@ from ..units import format_fraction
 from . import run_figures
 from .results import Results
 from .rows import NOTHING
-from .run_figures import Tested
+from .run_figures import File, Tested
 from .text import printable, table
+
+NOTE = "More is worse of every metric; throughput is the time of a step."
+"""Below a table of series."""
 
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
@@ -65,7 +68,7 @@ def read_series(paths: Sequence[Path]) -> list[Series]:
     Runs come in time, and before them those of files that do not say when they were, in the order of `paths`. Raises
     `UserError` naming the file for one that is missing, damaged or something else.
     """
-    return _series([one for path in run_figures.files_of(paths) for one in run_figures.read(path)])
+    return _series([one for path in run_figures.files_of(paths) for one in File.load(path).tested])
 
 
 def series_of(results: Results, earlier: Sequence[Series]) -> list[Series]:
@@ -91,7 +94,9 @@ def _series(tested: Iterable[Tested]) -> list[Series]:
     points: dict[tuple[str, str, str], list[Point]] = {}
     for one in sorted(tested, key=lambda one: one.started):  # stable
         for metric, value in one.figures.items():
-            points.setdefault((one.label, one.device, metric), []).append(Point(one.run, one.started, value))
+            found, point = points.setdefault((one.label, one.device, metric), []), Point(one.run, one.started, value)
+            if not point.started or point not in found:  # a run may have left files of both kinds
+                found.append(point)
     return [Series(*key, tuple(found)) for key, found in sorted(points.items())]
 
 
@@ -122,5 +127,4 @@ def lines_of(series: Sequence[Series]) -> list[str]:
     """A table with a row for each test and metric."""
     rows = [[*cells_of(one), sparkline(one.values)] for one in series]
     lines = table([[*HEAD, "trend"], *([printable(cell) for cell in row] for row in rows)], right=HEAD[3:])
-    times = "; throughput is the time of a step" if any("throughput" in one.metric for one in series) else ""
-    return [*lines, f"more is worse of every metric{times}"]
+    return [*lines, NOTE]

@@ -2,65 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 from ..compare import how
 from ..errors import UserError
 from ..gates import environment_changes, recipe_changes
 from ..measurement import Device, Measurement
-from ..validation import show
-from . import json
-from .results import Results
-from .rows import label_of, measured_ranks
+from .rows import measured_ranks
+from .run_figures import File
 from .text import printable, table
 from .twins import DEVICE_USED, Difference, only_one_has, peaks, phases, ran
 
 _NUMBERS = ("rank", "A", "B", "difference", "%")
 _SIDES = ("A", "B")
-
-
-@dataclass(frozen=True)
-class File:
-    """The measurements of a file by name: of a test run, or a single one."""
-
-    path: Path
-    measurements: Mapping[str, Measurement]
-    single: bool  # of `mbmem measure`, which knows no test
-
-    @classmethod
-    def load(cls, path: Path) -> File:
-        """Raises `UserError` for what is neither of the two."""
-        data = json.read(path)
-        if isinstance(data, dict) and "tests" in data:
-            return cls(path, _of_tests(Results.from_json(data, str(path))), single=False)
-        if isinstance(data, dict) and "device" in data:
-            measurement = Measurement.from_json(data, str(path))
-            return cls(path, {_recipe_name(measurement): measurement}, single=True)
-        found = show(sorted(data)) if isinstance(data, dict) else type(data).__name__
-        raise UserError(
-            f"{path}: neither what `mbmem measure --json` writes nor what `pytest --mbmem-json` writes (found {found})"
-        )
-
-
-def _of_tests(results: Results) -> dict[str, Measurement]:
-    """Several of a test without a name of their own are numbered."""
-    found: dict[str, Measurement] = {}
-    seen: Counter[str] = Counter()
-    for test in results.tests.values():
-        for measured in test.measured:
-            label = label_of(test.id, measured)
-            seen[label] += 1
-            found[label + (f" {seen[label]}" if seen[label] > 1 else "")] = measured.measurement
-    return found
-
-
-def _recipe_name(measurement: Measurement) -> str:
-    recipe: Mapping[str, Any] = measurement.recipe or {}
-    return str(recipe.get("name") or f"recipe {measurement.recipe_digest}")
 
 
 def compare_lines(first: File, second: File, *, every_phase: bool = False) -> list[str]:
@@ -87,14 +41,14 @@ def _pairs(first: File, second: File) -> dict[str, tuple[Measurement, Measuremen
     for file in (first, second):
         if not file.measurements:
             raise UserError(f"{file.path}: no test measured anything, so there is nothing to compare")
-    if first.single and second.single:
+    if first.is_single and second.is_single:
         ((label, one),) = mine.items()
         ((other_label, other),) = theirs.items()
         return {label if label == other_label else f"{label} / {other_label}": (one, other)}
-    if first.single or second.single:
-        digest = next(iter((first if first.single else second).measurements.values())).recipe_digest
+    if first.is_single or second.is_single:
+        digest = next(iter((first if first.is_single else second).measurements.values())).recipe_digest
         found = {
-            other_label if first.single else label: (one, other)
+            other_label if first.is_single else label: (one, other)
             for label, one in mine.items()
             for other_label, other in theirs.items()
             if one.recipe_digest == other.recipe_digest or len(mine) == len(theirs) == 1
@@ -146,7 +100,7 @@ def _notes(first: File, second: File, pairs: Mapping[str, tuple[Measurement, Mea
             labels.setdefault(note, []).append(label)
     for note, (label, *more) in labels.items():
         yield f"{label}{f' and {len(more)} more' if more else ''}: {note}"
-    if first.single or second.single:
+    if first.is_single or second.is_single:
         return
     for name, own, others in (("A", first, second), ("B", second, first)):
         missing = [label for label in own.measurements if label not in others.measurements]

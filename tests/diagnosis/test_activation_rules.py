@@ -24,13 +24,16 @@ from made_evidence import (
     rank,
     rules,
     selective,
+    shortage,
     text,
     the,
 )
 
+from pytest_mbmem.compare import Comparison
 from pytest_mbmem.diagnosis import Case, Subject
 from pytest_mbmem.diagnosis.activations import LEAST_GATHERED, LITTLE
 from pytest_mbmem.diagnosis.parts import MATERIAL, boundary
+from pytest_mbmem.gates import Judgement, PeakGate
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.measurement import Adapter, Effect, Failure, Measurement, Owner
 from pytest_mbmem.recipe import Lora, Recipe
@@ -129,6 +132,8 @@ def test_only_the_largest_part_dominates_and_only_a_material_one(
     ids=["recomputed", "full"],
 )
 def test_what_is_recomputed_already_is_not_advised(recipe: Recipe) -> None:
+    within = the("norm outputs dominate", too_high(selective(MOE, "moe"), norm=GIB))
+    assert [action.what.split()[1] for action in within.actions] == ["layernorm"]  # moe makes what moe_act does again
     assert rules(too_high(recipe, up=GIB)) == []
     assert rules(too_high(selective(MOE, "moe"), experts=GIB)) == []
 
@@ -137,6 +142,38 @@ def test_a_peak_that_passes_or_has_no_owners_is_not_judged() -> None:
     assert rules(Subject(measurement(rank(owners=held({UP: GIB})), recipe=MLA))) == []
     assert rules(over_limit(measurement(rank(), recipe=MLA))) == []
     assert rules(over_limit(measurement(rank(owners=held({UP: GIB})), recipe=None))) == []
+
+
+def test_shared_experts_dominate() -> None:
+    owners = held({"mlp.shared_experts.linear_fc1": GIB})
+    moe = dataclasses.replace(MOE.model.moe, moe_shared_expert_intermediate_size=512)  # type: ignore[type-var]
+    recipe = dataclasses.replace(MOE, model=dataclasses.replace(MOE.model, moe=moe))
+    found = the("shared experts dominate", over_limit(measurement(rank(owners=owners), recipe=recipe)))
+    assert [action.what.split()[1] for action in found.actions] == ["shared_experts", "moe"]
+    assert rules(over_limit(measurement(rank(owners=owners), recipe=selective(recipe, "moe")))) == []
+
+
+def test_a_peak_of_reserved_bytes_is_not_one_of_activations() -> None:
+    one = measurement(rank(owners=held({UP: GIB}), reserved=2 * GIB), recipe=MLA)
+    peak = Judgement("regression", PeakGate("reserved", limit=GIB), "k", 2 * GIB, GIB, GIB, 0, "step-2/backward")
+    assert rules(Subject(one, peaks=(peak,))) == []
+    comparison = Comparison(one, one, {"memory.alloc_conf": ("", "x")}, "reserved")
+    saving = judge_saving(SavingRule("c", at_least=GIB), comparison)
+    assert not {rule for rule in rules(Subject(one, savings=(saving,))) if "dominate" in rule}
+
+
+def test_memory_lost_to_fragmentation_is_no_reason_to_recompute() -> None:
+    one = measurement(rank(owners=held({UP: GIB})), recipe=MLA, failure=out_of_memory(shortage("fragmentation")))
+    assert rules(Subject(one)) == ["fragmentation"]
+
+
+def test_activations_of_another_phase_than_that_which_ran_out_are_none_of_its_cause() -> None:
+    held_by = held({UP: 8 * GIB})
+    one = rank(owners=held_by, phases={(2, "backward"): 8 * GIB, (2, "optimizer"): GIB})
+    failure = out_of_memory(place=(2, "optimizer"))
+    assert rules(Subject(measurement(one, recipe=MLA, failure=failure))) == []
+    failure = out_of_memory(place=(2, "backward"))
+    assert rules(Subject(measurement(one, recipe=MLA, failure=failure))) == ["MLA projections dominate"]
 
 
 def test_where_memory_ran_out_the_rank_that_did_is_looked_at() -> None:
@@ -193,7 +230,8 @@ GATHERED = "self_attention.linear_qkv.adapter|megatron/core/tensor_parallel/mapp
 
 def adapted(recipe: Recipe, gathered: int, rest: int, *, reason: str = "", effective: bool = False) -> Subject:
     asked = recipe.lora is not None and recipe.lora.sequence_parallel_input_regather
-    adapters = (Adapter("linear_qkv", 4, asked, effective, reason),)
+    row = Adapter("linear_proj", 4, asked, False, "row-parallel" if asked else "")  # which gathers nothing
+    adapters = (Adapter("linear_qkv", 4, asked, effective, reason), row)
     return over_limit(measurement(rank(owners=held({GATHERED: gathered}, rest), adapters=adapters), recipe=recipe))
 
 
@@ -207,8 +245,10 @@ def test_lora_retains_gathered_inputs() -> None:
 def test_lora_whose_re_gather_has_no_effect_says_why() -> None:
     asked = LORA.but(sequence_parallel_input_regather=True)
     found = the("LoRA retains gathered inputs", adapted(asked, GIB, 9 * GIB, reason="row-parallel"))
-    assert "4 x linear_qkv (linear_qkv: row-parallel)" in text(found)
+    assert "4 x linear_qkv (row-parallel)" in text(found)
     assert "mbmem explain" in found.actions[0].what
+    assert "linear_proj" not in text(found)
+    assert rules(adapted(asked, GIB, 9 * GIB, effective=True)) == []  # gathered again, and that is what is held
 
 
 @given(st.integers(0, 100), st.integers(1, 3000))
@@ -238,7 +278,11 @@ def test_flash_attention_already_rematerialises() -> None:
     found = the(CORE, of_core_attention(FLASH, 0.0005))
     assert "peak allocated 1000.00 MiB -> 999.50 MiB: 0.05% saved" in text(found)
     assert "training.attention_backend is 'flash'" in text(found)
-    assert found.cause == "flash attention already rematerialises its internals"
+    assert (
+        found.cause
+        == "flash attention already rematerialises its internals, or another part of the model sets the peak"
+    )
+    assert found.confirm.startswith("the control above has recompute_modules: []; ")
     assert [action.what.split(":")[0] for action in found.actions][1:] == ["add layernorm to memory.recompute_modules"]
 
 
@@ -266,6 +310,12 @@ def test_the_savings_that_the_documents_call_little_and_useful(saving: float, fi
 def test_the_saving_that_the_documents_call_relief_is_material_and_less_is_not() -> None:
     assert NAMES["experts"] in rules(too_high(MOE, 937 * MIB, experts=63 * MIB))
     assert rules(too_high(MOE, 960 * MIB, experts=40 * MIB)) == []
+
+
+def test_reserved_bytes_say_nothing_about_core_attention() -> None:
+    case = of_core_attention(FLASH, 0.0)
+    comparison = dataclasses.replace(case.comparisons[0], metric="reserved")
+    assert CORE not in rules(Case(comparisons=(comparison,)))
 
 
 def test_another_label_beside_it_or_another_setting_is_not_about_core_attention() -> None:
@@ -307,6 +357,7 @@ def test_a_label_that_acts_and_saves_nothing_of_the_peak() -> None:
     control, candidate = (measurement(rank(0, size, effects=(acting,))) for size in (GIB, GIB - 1024))
     found = the(NOTHING, compared(control, candidate, recompute_modules=([], ["layernorm"])))
     assert "acts on 8 modules of rank 0" in text(found)
+    assert found.cause.startswith("the peak is elsewhere")
     saving = measurement(rank(0, GIB - 2 * MIB))
     assert rules(compared(control, saving, recompute_modules=([], ["layernorm"]))) == []
 

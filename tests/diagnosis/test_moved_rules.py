@@ -55,6 +55,26 @@ def test_another_rank_is_the_worst_now() -> None:
     assert MOVED not in rules(compared(control, alike, **RECOMPUTE))
 
 
+def test_ranks_of_one_stage_have_the_same_layers() -> None:
+    def of(first: int, second: int) -> Any:
+        sizes = zip((0, 1), (first, second), strict=True)
+        return measurement(
+            *(dataclasses.replace(rank(n, size * GIB), coordinates={"pp": 0, "dp": n}) for n, size in sizes)
+        )
+
+    found = the(MOVED, compared(of(10, 9), of(6, 9), **RECOMPUTE))
+    assert found.cause.startswith("ranks of one pipeline stage hold unequal shares")
+    assert "attribute the peak" in found.actions[0].what
+
+
+def test_of_a_phase_only_its_own_peaks_are_compared() -> None:
+    control = measurement(*(rank(n, 10 * GIB, phases=phases(size, 20 * GIB)) for n, size in ((0, 10 * GIB), (1, GIB))))
+    candidate = measurement(*(rank(n, 10 * GIB, phases=phases(size, 20 * GIB)) for n, size in ((0, GIB), (1, 9 * GIB))))
+    (comparison,) = compared(control, candidate, **RECOMPUTE).comparisons
+    case = Case(comparisons=(dataclasses.replace(comparison, phase="forward"),))
+    assert "rank 0 takes 9.00 GiB less (10.00 GiB -> 1.00 GiB)" in text(the(MOVED, case))
+
+
 def test_a_rank_that_the_candidate_does_not_have_is_no_evidence() -> None:
     control, candidate = measurement(rank(3, 10 * GIB)), measurement(rank(0, 9 * GIB))
     assert rules(compared(control, candidate, pp=(4, 1))) == []

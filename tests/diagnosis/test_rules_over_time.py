@@ -82,7 +82,7 @@ def test_a_regression_in_another_environment() -> None:
     found = the("environment changed", judged("regression", 2 * GIB, GIB, origin=OLD))
     assert found.evidence[0] == "torch 2.13.0 -> 2.14.1, python 3.11 -> (not recorded)"
     assert "peak allocated 2.00 GiB on rank 0" in found.evidence[1]
-    assert found.confirm == "run the test once with torch 2.13.0 and python 3.11"
+    assert found.confirm == "run the test once in that environment: torch 2.13.0, python 3.11"
 
 
 @pytest.mark.parametrize("verdict", ["pass", "stale", "invalid"])

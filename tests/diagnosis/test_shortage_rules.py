@@ -28,6 +28,7 @@ from pytest_mbmem.diagnosis import Case, Subject
 from pytest_mbmem.fits import FitJudgement, FitRule
 from pytest_mbmem.fragmentation import FragmentationJudgement, FragmentationRule
 from pytest_mbmem.gates import DEFAULT_SLACK, Judgement, PeakGate
+from pytest_mbmem.measurement import Composition, Owner
 from pytest_mbmem.oom import Remedy, Shortage, Trial
 from pytest_mbmem.split import UNALLOCATED, Part, growth
 
@@ -86,7 +87,7 @@ def test_capacity_says_what_lacks_and_what_would_fit_at_which_cost() -> None:
     partial = rank(owners=held({"mlp": 50 * GIB}, rest=20 * GIB))
     found = the("capacity", ran_out(shortage("capacity", NEED, remedies=remedies), partial))
     assert "the whole run needs 90.00 GiB and PyTorch can have 77.00 GiB: 13.00 GiB too little" in text(found)
-    assert "when it ran out: 50.00 GiB activations, 20.00 GiB parameters" in text(found)
+    assert "the most that was live: 50.00 GiB activations, 20.00 GiB parameters" in text(found)
     assert found.cause == "a genuine capacity limit: mostly activations"
     assert [(action.what, action.cost) for action in found.actions] == [
         ("recompute mlp (saves 30.00 GiB), which fits", "-16%"),
@@ -94,18 +95,45 @@ def test_capacity_says_what_lacks_and_what_would_fit_at_which_cost() -> None:
     ]
 
 
-def test_capacity_where_no_remedy_fits_names_all_of_them_and_that() -> None:
+def test_capacity_where_no_remedy_fits_names_those_that_save_much_and_that() -> None:
     remedies = (
         Remedy("recompute mlp", "-16%", peak_allocated=85 * GIB, saved=5 * GIB, fits=False),
+        Remedy("recompute core_attn", "little", peak_allocated=90 * GIB, saved=MIB, fits=False),
         Remedy("PP 1 -> 2", "moderate", note="not possible: x"),
     )
     held_by = held({"mlp": 20 * GIB}, rest=50 * GIB)
     found = the("capacity", ran_out(shortage("capacity", NEED, remedies=remedies), rank(owners=held_by)))
     assert [action.what for action in found.actions] == [
-        "recompute mlp (saves 5.00 GiB)",
-        "several of these together: none of them alone was measured to fit",
+        "recompute mlp (saves 5.00 GiB, not enough alone)",
     ]
     assert found.cause == "a genuine capacity limit: mostly model state, which recompute does not reach"
+
+
+def test_capacity_is_not_said_to_lack_less_than_nothing() -> None:
+    """Where the live bytes alone would fit, and what PyTorch reserves around them does not."""
+    near = dataclasses.replace(NEED, peak_allocated=76 * GIB)
+    evidence = text(the("capacity", ran_out(shortage("capacity", near))))
+    assert "needs 76.00 GiB and PyTorch can have 77.00 GiB: too little, as it reserves more than is live" in evidence
+
+
+def test_capacity_is_told_by_the_phase_that_ran_out() -> None:
+    sizes = {(1, "backward"): 70 * GIB, (1, "optimizer"): 20 * GIB}
+    owners = held({"mlp": 50 * GIB}) | {Owner("optimizer state", "decoder"): 20 * GIB}
+    at_peaks = ((50 * GIB, 20 * GIB), (0, 20 * GIB))
+    one = rank(phases=sizes, composition=Composition(tuple(owners), at_peaks))
+    failure = out_of_memory(shortage("capacity", NEED), place=(1, "optimizer"))
+    found = the("capacity", Subject(measurement(one, failure=failure)))
+    assert "the most that was live in step-1/optimizer: 20.00 GiB optimizer state" in text(found)
+    assert found.cause.startswith("a genuine capacity limit: mostly model state")
+
+
+def test_remedies_that_were_not_measured_are_named_with_the_reason() -> None:
+    remedies = (
+        Remedy("recompute mlp", "-16%", note="timeout"),
+        Remedy("PP 1 -> 2", "moderate", note="not possible: x"),
+    )
+    found = the("capacity", ran_out(shortage("capacity", NEED, remedies=remedies)))
+    assert [action.what for action in found.actions] == ["recompute mlp (timeout)", "PP 1 -> 2 (not possible: x)"]
 
 
 def test_capacity_of_a_whole_test_names_what_the_documents_advise() -> None:
@@ -126,6 +154,10 @@ def test_capacity_is_no_other_verdict(verdict: Any) -> None:
 def test_memory_outside_pytorch() -> None:
     found = the("memory outside PyTorch", ran_out(shortage("starved")))
     assert "3.00 GiB of 80.00 GiB are outside PyTorch's reach" in text(found)
+    assert "expandable" not in " ".join(action.what for action in found.actions)  # these were tried, and did not fit
+    fitting = Remedy("recompute mlp", "-16%", peak_allocated=60 * GIB, saved=30 * GIB, fits=True)
+    found = the("memory outside PyTorch", ran_out(shortage("starved", remedies=(fitting,))))
+    assert found.actions[1].what == "recompute mlp (saves 30.00 GiB), which fits"
     assert "memory outside PyTorch" not in rules(ran_out(shortage("capacity")))
 
 
@@ -171,6 +203,22 @@ def test_a_single_rank_that_holds_more_is_a_matter_of_the_split() -> None:
     assert found.symptom.endswith("2 other measured ranks do not")
 
 
+def test_a_single_rank_without_free_pieces_is_not_said_to_be_fragmented() -> None:
+    found = the("single-rank out of memory", alone("unknown", reserved=70 * GIB))
+    assert found.cause.endswith("nothing measured tells which")
+    assert len(found.actions) == 2
+    expandable = the("single-rank out of memory", alone("unknown", reserved=70 * GIB, expandable_segments=True))
+    assert expandable.cause == "this rank holds more than the others: the split is uneven"
+
+
+def test_a_single_rank_beside_what_is_outside_is_no_matter_of_the_split() -> None:
+    assert rules(alone("starved")) == ["memory outside PyTorch"]
+
+
+def test_what_others_have_left_is_of_what_the_process_may_have() -> None:
+    assert "single-rank out of memory" not in rules(alone("unknown", left=3 * GIB, limit=78 * GIB))
+
+
 @given(left=st.integers(0, 4 * GIB), others=st.integers(0, 3))
 def test_a_single_rank_needs_others_that_could_have_served_the_request(left: int, others: int) -> None:
     fires = others > 0 and left >= 2 * GIB
@@ -191,6 +239,22 @@ def test_an_estimate_beyond_the_gpu_names_its_largest_component() -> None:
     found = the("estimate exceeds capacity", ran_out(None, recipe=HUGE))
     assert "and the GPU has 80.00 GiB; the largest component is " in text(found)
     assert "mbmem estimate" in found.confirm
+
+
+def test_what_the_recipe_has_already_is_not_advised_before_the_launch() -> None:
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    names = [
+        [action.what for action in the("estimate exceeds capacity", ran_out(None, recipe=recipe)).actions]
+        for recipe in (HUGE, HUGE.but(dp=2), HUGE.but(dp=2, distributed_optimizer=True, **full))
+    ]
+    assert ["the distributed optimizer" in found for found in names] == [False, True, False]
+    assert [any("recompute" in what for what in found) for found in names] == [True, True, False]
+    assert not any("expert" in what for found in names for what in found)
+
+
+def test_an_estimate_that_counts_what_waits_in_host_memory_proves_nothing() -> None:
+    offloading = HUGE.but(cpu_offloading=True, cpu_offloading_num_layers=1)
+    assert "estimate exceeds capacity" not in rules(ran_out(None, recipe=offloading))
 
 
 def test_an_estimate_that_fits_or_a_run_that_did_says_nothing() -> None:
@@ -220,7 +284,9 @@ def test_the_fragmentation_marker_tells_reserved_from_allocated() -> None:
 def test_with_expandable_segments_on_they_are_not_advised_again() -> None:
     expandable = DENSE.but(alloc_conf="expandable_segments:True")
     subject = dataclasses.replace(fragmented(), measurement=measurement(rank(), recipe=expandable))
-    assert "are on already" in the(RESERVED, subject).actions[0].what
+    first, second = the(RESERVED, subject).actions
+    assert "are on already" in first.what
+    assert "garbage_collection" not in second.what  # which frees no expandable segments
 
 
 def grown(unallocated: int, allocated: int) -> Subject:

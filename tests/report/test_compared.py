@@ -13,6 +13,7 @@ from pytest_mbmem.report import json, junit_file
 from pytest_mbmem.report.compared import Compared, broken_rules
 from pytest_mbmem.report.fail_on import Rule
 from pytest_mbmem.report.results import Measured, Results, TestResult
+from pytest_mbmem.report.run_figures import File
 
 MIB, GIB = 2**20, 2**30
 Make = Callable[..., Measured]
@@ -29,7 +30,7 @@ def compare(tmp_path: Path) -> Callable[..., Compared]:
             found = {f"t.py::{test}": TestResult(f"t.py::{test}", measured=[m]) for test, m in tests.items()}
             paths.append(tmp_path / f"{name}.{'json' if text is json.text else 'xml'}")
             paths[-1].write_text(text(Results({}, found)))
-        return Compared.of(*paths)
+        return Compared.of(*map(File.load, paths))
 
     return make
 

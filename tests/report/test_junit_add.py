@@ -9,7 +9,9 @@ from xml.etree import ElementTree
 import pytest
 from junit_shape import properties
 
+from pytest_mbmem.diagnosis import Finding
 from pytest_mbmem.errors import UserError
+from pytest_mbmem.growth import GrowthSummary
 from pytest_mbmem.report import json
 from pytest_mbmem.report.junit_add import add
 from pytest_mbmem.report.junit_xml import text
@@ -20,7 +22,8 @@ Make = Callable[..., Measured]
 
 PYTEST = """<?xml version="1.0" encoding="utf-8"?><testsuites name="pytest tests"><testsuite name="pytest" tests="3">
 <testcase classname="tests.test_x.TestY" name="test_a[1]" time="0.1"><properties><property name="own" value="1" />
-<property name="mbmem_verdict" value="of before" /></properties><failure message="no">E  no
+<property name="mbmem_verdict" value="of before" />
+<property name="mbmem_findings" value="leak" /></properties><failure message="no">E  no
   more</failure></testcase><testcase classname="PREFIX.t" name="test_b" time="0.1" />
 <testcase classname="t" name="test_c" time="0.1" /></testsuite></testsuites>"""
 
@@ -33,7 +36,10 @@ def files(tmp_path: Path, *tests: TestResult) -> tuple[Path, Path]:
 
 
 def test_each_tests_case_gets_its_figures_and_keeps_all_else(tmp_path: Path, measured: Make) -> None:
+    finding = Finding("leak", "it grows", (), "a list", "run longer", (), "here")
+    growth = GrowthSummary("", True, "no growth", 0, 0, 0, 0, 0)
     first = TestResult("tests/test_x.py::TestY::test_a[1]", measured=[measured(GIB)], artifacts=["left"])
+    first.findings, first.growths = [finding], [growth]
     second = TestResult("t.py::test_b", measured=[measured(2 * GIB)])
     added = add(*files(tmp_path, first, second, TestResult("t.py::test_d")))
     assert (added.tests, added.without) == (2, ["t.py::test_d"])
@@ -41,6 +47,7 @@ def test_each_tests_case_gets_its_figures_and_keeps_all_else(tmp_path: Path, mea
     cases = list(ElementTree.fromstring(written).iter("testcase"))
     found = properties(cases[0])
     assert (found["own"], found["mbmem_peak_allocated_bytes"], found["mbmem_artifact"]) == ("1", str(GIB), "left")
+    assert (found["mbmem_findings"], found["mbmem_growth_verdict"]) == ("leak", "pass")
     assert "mbmem_verdict" not in found
     assert cases[0].findtext("failure") == "E  no\n  more"
     assert properties(cases[1])["mbmem_peak_allocated_bytes"] == str(2 * GIB)

@@ -80,6 +80,14 @@ def test_a_failed_gate_has_its_whole_text_with_the_headline_as_message(measured:
     assert "--mbmem-update=changed" in (failure.text or "")
 
 
+def test_the_headline_of_a_failure_in_a_worker_of_xdist_is_not_the_workers_name() -> None:
+    found = cases(
+        TestResult("t.py::test_a", "failed", failure="[gw0] linux -- Python 3.11 /bin/python\nit is too large")
+    )
+    (failure,) = found["test_a"].iterfind("failure")
+    assert failure.get("message") == "it is too large"
+
+
 def test_what_the_diagnosis_found_stands_in_the_first_failure(measured: Make) -> None:
     one = measured(2 * GIB, gate=PeakGate(), baseline=GIB)
     one.judged += one.judged
@@ -171,7 +179,7 @@ def test_growth_sweeps_and_proofs_are_cases(measured: Make) -> None:
     sweep = Sweep.of(("c", plain), [("a", other, {})], "allocated", None, "layers")
     proofs = [
         {"id": "good", "verdict": "refused as documented", "headline": "good: refused as documented"},
-        {"id": "bad", "verdict": "not refused", "headline": "bad: not refused"},
+        {"id": "bad", "verdict": "documentation and code disagree", "headline": "bad: not refused"},
     ]
     test = TestResult(
         "t.py::test_a", "failed", growths=[growth], sweeps=[sweep], proofs=proofs, failure="bad: not refused"

@@ -1,76 +1,14 @@
-"""Comments for pull requests."""
+"""Pieces of Markdown."""
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import re
-from collections.abc import Callable
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_mbmem.measurement import Composition, Owner
-from pytest_mbmem.report.compared import Compared, Row
-from pytest_mbmem.report.markdown import LARGEST, code, comparison, fenced, trend
-from pytest_mbmem.report.results import Measured
-from pytest_mbmem.report.run_figures import Tested
-from pytest_mbmem.report.trend import Point, Series
-
-MIB, GIB = 2**20, 2**30
-Make = Callable[..., Measured]
-
-
-def row(label: str, after: int, verdict: str, base: Tested | None = None, head: Tested | None = None) -> Row:
-    return Row(label, "x", "allocated", GIB, after, verdict, base, head)
-
-
-def test_a_comment_begins_with_the_summary_and_lists_what_changed_the_worst_first() -> None:
-    rows = (row("t.py::same", GIB, "same"), row("t.py::less", MIB, "better"), row("t.py::more", 2 * GIB, "worse"))
-    lines = comparison(Compared("base.json", "head.json", rows)).splitlines()
-    assert lines[0] == "\u274c **Memory:** 3 figures of 3 tests: 1 worse, 1 better, 1 same"
-    assert lines[2] == "| test | device | metric | base | head | change | verdict |"
-    assert [line.split(" | ")[-1] for line in lines[4:6]] == ["worse |", "better |"]
-    assert "+100.00%" in lines[4]
-    assert lines[6:] == ["", "Base <code>base&#46;json</code>, head <code>head&#46;json</code>."]
-
-
-def test_a_comment_without_changes_has_no_table() -> None:
-    text = comparison(Compared("a", "b", (row("t.py::same", GIB, "same"),)))
-    assert text.startswith("\u2705 **Memory:** 1 figure of 1 test: 1 same\n")
-    assert "|" not in text
-
-
-def held(measured: Make, size: int) -> Tested:
-    """A measurement whose peak is the activations of a decoder."""
-    one = measured(size).measurement
-    owner = Owner("activations", "decoder", "mlp.py:88 (forward)")
-    rank = dataclasses.replace(one.ranks[0], composition=Composition((owner,), ((MIB,), (size,))))
-    return Tested("t.py::a", "x", measurement=dataclasses.replace(one, ranks=(rank,)))
-
-
-def test_what_grew_is_folded_below_the_table(measured: Make) -> None:
-    sides = [held(measured, size) for size in (100 * MIB, 200 * MIB)]
-    text = comparison(Compared("a", "b", (row("t.py::a", 2 * GIB, "worse", *sides),)))
-    (details,) = re.findall("<details><summary>(.*)</summary>\n\n```\n(.*)\n```\n\n</details>", text, re.DOTALL)
-    assert details[0].endswith("allocated: +100.00%")
-    assert "+100.00 MiB  activations  decoder" in details[1]
-    assert len(details[1].splitlines()) <= 12
-
-
-def test_a_comment_holds_no_more_than_github_takes() -> None:
-    rows = tuple(row("t.py::" + "x\u00e9" * 100 + str(number), 2 * GIB, "worse") for number in range(1000))
-    text = comparison(Compared("a", "b", rows))
-    assert LARGEST - 1500 < len(text.encode()) <= LARGEST
-    shown = text.count("| worse |")
-    assert f"{1000 - shown} more are left out" in text
-
-
-def test_a_trend_is_a_table() -> None:
-    series = Series("t.py::a|b", "x", "allocated", (Point("1", "", GIB), Point("2", "", 2 * GIB)))
-    lines = trend([series]).splitlines()
-    assert lines[4].count(" | ") == lines[2].count(" | ") == 10
-    assert lines[4].endswith("| \u2581\u2588 |")
+from pytest_mbmem.report.markdown import code, fenced, plain
 
 
 @given(st.text(max_size=299))
@@ -83,3 +21,11 @@ def test_no_name_has_a_meaning_for_markdown(name: str) -> None:
 
 def test_a_fence_is_longer_than_any_in_its_lines() -> None:
     assert fenced(["a ```` b", "\x1b[0m"]) == "`````\na ```` b\n?[0m\n`````"
+
+
+@given(st.text())
+def test_no_text_has_a_meaning_for_markdown(text: str) -> None:
+    written = plain(text)
+    assert re.fullmatch(r"(?:[^\W_]| |\?|&#[0-9]+;)*", written)
+    shown = " ".join(text.splitlines()).strip()
+    assert html.unescape(written) == "".join(c if c.isprintable() else "?" for c in shown)

@@ -14,7 +14,7 @@ from pytest_mbmem.measurement import Device
 from pytest_mbmem.report import json, junit_file, pages
 from pytest_mbmem.report.junit import properties
 from pytest_mbmem.report.results import Measured, Results, TestResult
-from pytest_mbmem.report.trend import Point, Series, lines_of, read_series, series_of, sparkline
+from pytest_mbmem.report.trend import NOTE, Point, Series, lines_of, read_series, series_of, sparkline
 
 MIB, GIB = 2**20, 2**30
 Make = Callable[..., Measured]
@@ -101,7 +101,7 @@ def test_what_has_no_figures_has_no_point(tmp_path: Path, failed: Make) -> None:
     [
         ("none.json", None, "cannot be read (No such file or directory)"),
         ("a.json", "{", "cannot be read as JSON"),
-        ("a.json", "{}", "not a file of --mbmem-json"),
+        ("a.json", "{}", "nor what `pytest --mbmem-json` writes (found [])"),
         ("a.xml", "<x/>", "not a JUnit file"),
         ("a.xml", "", "cannot be read as XML"),
     ],
@@ -113,6 +113,12 @@ def test_a_file_that_is_no_run_is_named(tmp_path: Path, name: str, content: str 
         read_series([tmp_path / name])
     assert str(error.value).startswith(f"{tmp_path / name}: ")
     assert message in str(error.value)
+
+
+def test_a_run_that_left_files_of_both_kinds_is_one_point(tmp_path: Path, measured: Make) -> None:
+    for name, text in (("a.json", json.text), ("a.xml", junit_file.text)):
+        (tmp_path / name).write_text(text(run(measured(GIB), revision="first")))
+    assert points(read_series([tmp_path]), "allocated") == [("first", GIB)]
 
 
 def test_a_folder_without_files_is_named(tmp_path: Path) -> None:
@@ -140,7 +146,7 @@ def test_the_table_tells_changes_and_draws_them(measured: Make) -> None:
     assert row.split()[2:] == ["allocated", "3", "100.00", "MiB", "120.00", "MiB", "+33.33%", "+20.00%", "90.00", "MiB",
                                "120.00", "MiB", "\u2583\u2581\u2588"]  # fmt: skip
     assert head.split()[0] == "test"
-    assert note == "more is worse of every metric"
+    assert note == NOTE
 
 
 def test_sparklines_show_the_latest_values() -> None:
