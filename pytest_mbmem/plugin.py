@@ -150,6 +150,9 @@ def pytest_report_to_serializable() -> Generator[None, dict[str, Any] | None, di
     data = yield
     if data is not None and "mbmem" in data:
         data["mbmem"] = json.dumps(data["mbmem"])
+        # JUnit files hold text anyway
+        properties = data["user_properties"]
+        data["user_properties"] = [(n, str(v) if str(n).startswith("mbmem_") else v) for n, v in properties]
     return data
 
 

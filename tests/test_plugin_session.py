@@ -196,9 +196,17 @@ def test_reports_carry_differences_beyond_two_gib_to_xdists_controller(pytestcon
     """execnet refuses whole numbers below -2**31."""
     dumps = pytest.importorskip("execnet").gateway_base.dumps_internal
     report = pytest.TestReport(
-        "t.py::test", ("t.py", 0, "test"), {}, "passed", None, "call", mbmem={"change": -(2**33)}
+        "t.py::test",
+        ("t.py", 0, "test"),
+        {},
+        "passed",
+        None,
+        "call",
+        user_properties=[("mbmem_saved_bytes", -(2**33)), ("someone's", 5)],
+        mbmem={"change": -(2**33)},
     )
     data = pytestconfig.hook.pytest_report_to_serializable(config=pytestconfig, report=report)
     assert dumps(data)
     received = pytestconfig.hook.pytest_report_from_serializable(config=pytestconfig, data=data)
     assert received.mbmem == {"change": -(2**33)}
+    assert received.user_properties == [("mbmem_saved_bytes", str(-(2**33))), ("someone's", 5)]
