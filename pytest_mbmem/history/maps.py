@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_left, bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..measurement import CATEGORIES, SegmentMap
@@ -51,14 +51,14 @@ def _exact(history: History) -> Iterator[SegmentMap]:
     owners = history.owners
     category = {number: CATEGORIES.index(owner.category) for number, owner in enumerate(owners)}
     alive = [block for block in history.blocks if block.made <= peak < block.freed and block.parts]
-    alive.sort(key=lambda block: block.event["addr"])
-    starts = [block.event["addr"] for block in alive]
+    alive.sort(key=lambda block: block.address)
+    starts = [block.address for block in alive]
     events = [event for index, event in history.segment_events if index <= peak]
     found = sorted(ranges(events))
     own = _own(history.blocks, alive, [(r.begin, r.end) for r in found if not (r.small or r.expandable)])
     for begin, end, small, _, _ in found:
         inside = alive[bisect_left(starts, begin) : bisect_left(starts, end)]
-        taken = [(b.event["addr"], b.rounded + own.get(b.made, 0), category[b.parts[0][0]]) for b in inside]
+        taken = [(b.address, b.rounded + own.get(b.made, 0), category[b.parts[0][0]]) for b in inside]
         yield SegmentMap(end - begin, small, tuple(_joined_neighbours(_pieces(begin, end, taken))))
 
 
@@ -70,21 +70,22 @@ def _own(blocks: Sequence[Block], alive: Sequence[Block], segments: Sequence[tup
     begins = [begin for begin, _ in segments]
     ends: list[tuple[int, int, int]] = []  # of blocks: address after one, of what comes then, and when it was made
     for block, following in itertools.zip_longest(alive, alive[1:]):
-        address = block.event["addr"]
+        address = block.address
         segment = bisect_right(begins, address) - 1
         if segment >= 0 and address < (limit := segments[segment][1]):
-            limit = min(limit, following.event["addr"]) if following is not None else limit
+            limit = min(limit, following.address) if following is not None else limit
             ends.append((address + block.rounded, limit, block.made))
     own = {made: limit - after for after, limit, made in ends if limit - after <= UNSPLIT}
-    open_ends = [end for end in ends if end[2] not in own]
-    afters = [after for after, _, _ in open_ends]
-    for block in blocks if open_ends else ():
-        address = block.event["addr"]
-        index = bisect_right(afters, address) - 1
-        if index >= 0 and address <= min(afters[index] + UNSPLIT, open_ends[index][1]):
-            made = open_ends[index][2]
+    addresses = sorted({block.address for block in blocks})
+    beside: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)  # address -> ends that are little below
+    for after, limit, made in ends:
+        if limit - after > UNSPLIT:
+            for address in addresses[bisect_left(addresses, after) : bisect_right(addresses, after + UNSPLIT)]:
+                beside[address].append((after, made))
+    for block in [block for block in blocks if block.address in beside]:
+        for after, made in beside[block.address]:
             if block.made < made < block.freed:
-                own[made] = min(own.get(made, UNSPLIT), address - afters[index])
+                own[made] = min(own.get(made, UNSPLIT), block.address - after)
     return own
 
 
@@ -100,8 +101,14 @@ def _pieces(begin: int, end: int, blocks: Iterable[_Taken]) -> Iterator[_Piece]:
 
 
 def _joined_neighbours(pieces: Iterable[_Piece]) -> Iterator[_Piece]:
-    for kind, alike in itertools.groupby(pieces, key=lambda piece: piece[1]):
-        yield sum(size for size, _ in alike), kind
+    total, last = 0, _FREE
+    for size, kind in pieces:
+        if kind != last and total:
+            yield total, last
+            total = 0
+        total, last = total + size, kind
+    if total:
+        yield total, last
 
 
 def _gathered(segment: SegmentMap, smallest: int) -> SegmentMap:

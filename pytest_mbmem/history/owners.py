@@ -17,17 +17,18 @@ bytes (kMinBlockSize), and a large block that has less than 1 MiB left over is n
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from ..measurement import CATEGORIES, Category, Composition, Owner, PhaseFigures, place
 from .stamps import WORKSPACES, Identity, Mode, read_identity, read_stamp
 
+_KNOWN = frozenset[str](CATEGORIES)
 ROUNDING, UNATTRIBUTED = Owner("rounding"), Owner("unattributed")
 
 _BLOCK = 512
@@ -41,7 +42,8 @@ _Event = Mapping[str, Any]
 Fate = Literal["kept", "freed there", "freed later", "workspace"]
 
 
-class Where(NamedTuple):
+@dataclass(slots=True)
+class Where:
     """Where the run was."""
 
     module: str
@@ -54,24 +56,16 @@ class Where(NamedTuple):
 class Block:
     """A piece of memory from its allocation to its being freed; `made` and `freed` are indices of events."""
 
+    address: int
     size: int  # as asked for
+    rounded: int  # what the allocator takes at least
     made: int
     freed: int  # the number of events if it is kept
     where: Where  # it was made
-    event: _Event  # that made it
+    frames: Sequence[Mapping[str, Any]]
     fate: Fate = "kept"
     identities: list[Identity] | None = None
     parts: Sequence[tuple[int, int]] = ()  # its owners, by number, and their bytes; all of one category
-
-    @property
-    def frames(self) -> Sequence[_Event]:
-        """Of the code that asked for it, the innermost first."""
-        return self.event.get("frames") or ()
-
-    @property
-    def rounded(self) -> int:
-        """Bytes that the allocator takes at least."""
-        return -(-self.size // _BLOCK) * _BLOCK
 
 
 @dataclass
@@ -158,6 +152,7 @@ class History:
         """Find each block's owner, and what all of them held at the events that are asked for."""
         numbers: dict[tuple[Category, str, str, str], int] = {}
         names: list[set[str]] = []
+        categories: list[int] = []  # of the owners
 
         def number(category: Category, module: str, line: str, phase: str) -> int:
             found = numbers.setdefault((category, fold(module), line, phase), len(numbers))
@@ -167,7 +162,6 @@ class History:
             names[found].add(module)
             return found
 
-        categories: list[int] = []  # of the owners
         lines = _Lines()
         with_logits = any(block.where.module.endswith("output_layer") for block in self.blocks)
         phase_names = [*(phase for _, phase in self.phases), ""]  # the last one is -1's
@@ -175,25 +169,24 @@ class History:
         peaks, points = sorted({*self.peaks, self.peak_event}), self._points
         peaks_before, points_before = _numbers_before(peaks, self._events), _numbers_before(points, self._events)
         # Changes from one peak to the next, and from one point to the next; after the last ones, what nobody asks for.
-        held: list[Counter[int]] = [Counter() for _ in range(len(peaks) + 1)]
+        held: list[defaultdict[int, int]] = [defaultdict(int) for _ in range(len(peaks) + 1)]
         rounding = [0] * len(held)
         levels = [[0] * len(CATEGORIES) for _ in range(len(points) + 1)]
         for block in self.blocks:
             where, size = block.where, block.size
-            line = lines.of(block.event.get("frames") or ())
+            line, phase = lines.of(block.frames), phase_names[where.phase]
             if block.identities:
-                phase = phase_names[where.phase]
                 block.parts = [(number(c, module, line, phase), part) for c, module, part in _identified(block)]
             else:
-                key = (where.module, where.mode, where.phase, block.fate, line)
+                key = (where.module, where.mode, phase, block.fate, line)
                 owner = alike.get(key)
                 if owner is None:
-                    phase = phase_names[where.phase]
                     owner = number(_category(block, phase, line, with_logits), where.module, line, phase)
                     if not line.endswith(_GLOBAL_BUFFER):  # whose callers decide
                         alike[key] = owner
                 block.parts = ((owner, size),)
-            first, end = peaks_before[block.made], peaks_before[block.freed]
+            made, freed = block.made, block.freed
+            first, end = peaks_before[made], peaks_before[freed]
             if first < end:
                 for owner, part in block.parts:
                     held[first][owner] += part
@@ -201,7 +194,7 @@ class History:
                 most = block.rounded - size + (_UNSPLIT if size > _UNSPLIT else 0)
                 rounding[first] += most
                 rounding[end] -= most
-            first, end = points_before[block.made], points_before[block.freed]
+            first, end = points_before[made], points_before[freed]
             if first < end and block.parts:
                 category = categories[block.parts[0][0]]
                 levels[first][category] += size
@@ -211,7 +204,8 @@ class History:
         self._levels = levels[:-1]
         for index, event in enumerate(peaks):
             if index:
-                held[index].update(held[index - 1])
+                for owner, size in held[index - 1].items():
+                    held[index][owner] += size
                 rounding[index] += rounding[index - 1]
             self._held[event], self._most_rounding[event] = held[index], rounding[index]
         self._owners = [
@@ -242,61 +236,73 @@ def attribute(events: Sequence[_Event]) -> History:
     begins: list[tuple[int, int]] = []
     points: list[int] = []
     segment_events: list[tuple[int, _Event]] = []
-    level = peak = 0
+    level = peak = in_phase = 0  # the last: the highest level of the phase that runs
     peak_event = -1
     serial, phase = -1, -1
-    last, where = "", Where("", None, -1, -1)  # the stamp that was met last
+    last, mode = "", cast("Mode | None", None)  # of the stamp that was met last
+    where = Where("", mode, phase, serial)
     known: dict[str, Where] = {}  # what stamps say in the phase that runs
     bucket_end, bucket_best, bucket_level = 0, -1, -1
     share, number = max(1, len(events) // _POINTS), len(events)
     for i, event in enumerate(events):
         action = event["action"]
         text = event.get("user_metadata") or ""
-        if text == last or action == "annotate":
-            pass
-        elif text in known:
-            last, where = text, known[text]
-        else:
-            last, stamp = text, read_stamp(text)
-            if stamp is not None and stamp.serial > serial:
-                serial = stamp.serial
-                known.clear()
-                key = (stamp.step, stamp.phase)
-                phase = index_of.setdefault(key, len(phases))
-                if phase == len(phases):
-                    phases.append(key)
-                    peaks.append(i - 1)
-                    levels.append(level)
-                begins.append((i, phase))
-                if level > levels[phase]:
-                    levels[phase], peaks[phase] = level, i - 1
-            if stamp is not None and stamp.serial == serial:
-                known[text] = where = Where(stamp.module, stamp.mode, phase, serial)
-            else:  # of a thread that lags behind: autograd's, before it comes to a module
-                known[text] = where = Where("", "backward" if serial >= 0 else None, phase, serial)
+        if text != last and action != "annotate":
+            last = text
+            met = known.get(text)
+            if met is None:
+                stamp = read_stamp(text)
+                if stamp is not None and stamp.serial > serial:
+                    serial = stamp.serial
+                    known.clear()
+                    key = (stamp.step, stamp.phase)
+                    if phase >= 0:
+                        levels[phase] = in_phase
+                    phase = index_of.setdefault(key, len(phases))
+                    if phase == len(phases):
+                        phases.append(key)
+                        peaks.append(i - 1)
+                        levels.append(level)
+                    begins.append((i, phase))
+                    in_phase = levels[phase]
+                    if level > in_phase:
+                        in_phase, peaks[phase] = level, i - 1
+                if stamp is not None and stamp.serial == serial:
+                    met = Where(stamp.module, stamp.mode, phase, serial)
+                else:  # of a thread that lags behind: autograd's, before it comes to a module
+                    met = Where("", "backward" if serial >= 0 else None, phase, serial)
+                known[text] = met
+            where, mode = met, met.mode
         if action == "alloc":
-            size = event["size"]
-            alive[event["addr"]] = block = Block(size, i, number, where, event)
+            size, address = event["size"], event["addr"]
+            rounded = -(-size // _BLOCK) * _BLOCK
+            block = Block(address, size, rounded, i, number, where, event.get("frames") or ())
+            alive[address] = block
             blocks.append(block)
-            level += -(-size // _BLOCK) * _BLOCK
-            if phase >= 0 and level > levels[phase]:
-                levels[phase], peaks[phase] = level, i
+            level += rounded
+            if level > in_phase and phase >= 0:
+                in_phase, peaks[phase] = level, i
             if level > peak:
                 peak, peak_event = level, i
         elif action == "free_requested":
             freed = alive.pop(event["addr"], None)
             if freed is not None:
-                level -= -(-freed.size // _BLOCK) * _BLOCK
+                level -= freed.rounded
                 freed.freed = i
+                made = freed.where
                 if text == WORKSPACES:
                     freed.fate = "workspace"
+                elif serial > made.serial or (mode == "backward" and made.mode != "backward"):
+                    freed.fate = "freed later"
                 else:
-                    later = serial > freed.where.serial or (where.mode == "backward" and freed.where.mode != "backward")
-                    freed.fate = "freed later" if later else "freed there"
+                    freed.fate = "freed there"
         elif action == "annotate":
             holder, identity = alive.get(event["addr"]), read_identity(text)
-            if holder is not None and identity is not None and identity.category in CATEGORIES:
-                holder.identities = [*(holder.identities or ()), identity]
+            if holder is not None and identity is not None and identity.category in _KNOWN:
+                if holder.identities is None:
+                    holder.identities = [identity]
+                else:
+                    holder.identities.append(identity)
         elif action != "free_completed":
             segment_events.append((i, event))
         if level > bucket_level:
@@ -324,14 +330,14 @@ def _identified(block: Block) -> Iterable[tuple[Category, str, int]]:
     left = block.size
     assert block.identities
     # Of a tensor that became another thing (a gradient that is added up in place), the last word counts.
-    category = cast(Category, block.identities[-1].category)
+    category = block.identities[-1].category
     named = {i.name: i for i in block.identities if i.category == category and i.name}
     for identity in named.values():
         size = min(identity.size, left)
         left -= size
-        yield category, identity.module, size
+        yield cast(Category, category), identity.module, size
     if left:
-        yield category, "", left
+        yield cast(Category, category), "", left
 
 
 _GLOBAL_BUFFER = "(get_tensor)"

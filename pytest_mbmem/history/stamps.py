@@ -7,7 +7,7 @@ event of its own ("annotate"), so they are part of every snapshot file.
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 Mode = Literal["forward", "backward", "recompute"]
 
@@ -44,17 +44,20 @@ WORKSPACES = "mbmem-workspaces"
 """On what is freed when cuBLAS is asked to give back its workspaces."""
 
 
-@functools.cache
 def read_stamp(text: str) -> Stamp | None:
     """The stamp that a text is, or None."""
     parts = text.split("|", 5)
-    if len(parts) != 6 or parts[0] != "mbmem" or not (_is_number(parts[1]) and _is_number(parts[2])):
+    if len(parts) != 6:
         return None
-    if parts[4] not in ("forward", "backward", "recompute"):
+    mark, serial, step, phase, mode, module = parts
+    if mark != "mbmem" or not (_is_number(serial) and _is_number(step)):
         return None
-    return Stamp(int(parts[1]), int(parts[2]), parts[3], parts[4], parts[5])  # type: ignore[arg-type]
+    if mode in ("forward", "backward", "recompute"):
+        return Stamp(int(serial), int(step), phase, cast(Mode, mode), module)
+    return None
 
 
+@functools.cache
 def read_identity(text: str) -> Identity | None:
     """The identity that a text is, or None."""
     parts = text.split("|", 3)

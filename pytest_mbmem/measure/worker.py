@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import torch
 from ..errors import Refused, UserError
 from ..garbage import no_collections
 from ..history.maps import segments_at_peak
-from ..measurement import Adapter, Effect, Failure, RankMeasurement, as_plain
+from ..measurement import Adapter, Effect, Failure, PhaseFigures, RankMeasurement, as_plain
 from ..megatron import effective, joint, lora, offload, stand_ins, te_equivalents
 from ..megatron.model import LiveModel, live_model
 from ..recipe import Recipe
@@ -99,11 +99,10 @@ def measure_rank(
     recorder.end()
     figures = {**recorder.results(), "adapters": adapters, "effects": found}
     if recording is not None:
-        with no_collections():
-            history = recording.stop()
-            figures["composition"] = history.composition(figures["phases"])
-            figures["largest_allocation"], figures["largest_owner"] = history.largest
-            figures["segments_at_peak"] = segments_at_peak(history)
+        with no_collections():  # a walk over all events, which are gone when this ends
+            figures |= _told(recording, figures["phases"])
+            if snapshot is None:
+                del recording.snapshot
     if snapshot is not None:
         write_snapshot(recording.snapshot if recording is not None else torch.cuda.memory._snapshot(), Path(snapshot))
     if on_gpu is not None:
@@ -124,6 +123,18 @@ def measure_rank(
         "rank": as_plain(result),
         "failure": failure and dataclasses.asdict(failure),
         "assumptions": (*assumptions(parsed), *believed, *(on_gpu.assumptions if on_gpu is not None else ())),
+    }
+
+
+def _told(recording: Recording, phases: Sequence[PhaseFigures]) -> dict[str, Any]:
+    """What the allocator's history tells: fields of a `RankMeasurement`."""
+    history = recording.stop()
+    largest, owner = history.largest
+    return {
+        "composition": history.composition(phases),
+        "largest_allocation": largest,
+        "largest_owner": owner,
+        "segments_at_peak": segments_at_peak(history),
     }
 
 
