@@ -16,8 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pytest_mbmem import Model, Parallelism, Recipe, Training, preset
 from pytest_mbmem.gates import PeakGate, judge
@@ -79,11 +78,12 @@ def cpu_seconds(recipe: dict[str, Any], rank: int, record: bool | None) -> float
     """In a worker: the processor's time of measuring a rank, with the history or without; None: of counting FLOPs."""
     from pytest_mbmem.measure.worker import count_rank, measure_rank
 
+    start = time.process_time()  # without what importing this file takes
     if record is None:
         count_rank(recipe, rank)
     else:
         measure_rank(recipe, rank, {}, 1, record=record)
-    return time.process_time()
+    return time.process_time() - start
 
 
 def history(launcher: Launcher) -> None:
@@ -97,7 +97,7 @@ def history(launcher: Launcher) -> None:
         results = launcher.call_all(calls, recipe_environment(recipe), launcher.timeout)
         if failed := next((result for result in results if result.failure is not None), None):
             raise RuntimeError(failed.message)
-        return sum(result.value for result in results)
+        return float(sum(result.value for result in results))
 
     stages = SMALL.but(dp=1, pp=2, global_batch_size=16)
     large = LLAMA_70B.but(steps=2, alloc_conf="expandable_segments:True")

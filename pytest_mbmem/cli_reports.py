@@ -65,7 +65,7 @@ def _compare(arguments: argparse.Namespace) -> int:
     from .report import comments, pages
     from .report.compared import Compared, broken_rules
     from .report.run_figures import File
-    from .report.two_files import compare_lines
+    from .report.two_files import compare_lines, notes
 
     rules = _rules(arguments.fail_on)
     outputs = {"--html": arguments.html, "--markdown": arguments.markdown}
@@ -85,7 +85,10 @@ def _compare(arguments: argparse.Namespace) -> int:
     if arguments.html is not None:
         write(arguments.html, pages.compare_page(compared))
     if arguments.markdown is not None:
-        write(arguments.markdown, comments.comparison(compared))
+        write(
+            arguments.markdown,
+            comments.comparison(compared, notes(*files, ("base", "head")), broken if rules else None),
+        )
     return 1 if broken else 0
 
 

@@ -273,15 +273,15 @@ def judge(gate: PeakGate, measurement: Measurement, baseline: Entry | None, key:
         return judgement("regression" if measured > gate.limit else "pass", notes=tuple(notes), **found)
     if baseline is None:
         return judgement("missing", notes=("the baseline file has no entry for this test",), **found)
+    split = split_of(worst, gate.metric, gate.phase)
+    if split is not None and figure is not None and figure.split is not None:
+        places = places_text((figure.rank, figure.phase), (worst.rank, peak.name))
+        found["growth"] = growth(figure.split, split, places)
     if stale:
         return judgement("stale", notes=tuple(stale_notes(baseline, measurement)), **found)
     if figure is None:
         return judgement("missing", notes=(f"the test's baseline has no figure {gate.metric_id!r}",), **found)
     found |= {"history": history_of(figure), "origin": Origin.of(figure)}
-    split = split_of(worst, gate.metric, gate.phase)
-    if split is not None and figure.split is not None:
-        places = places_text((figure.rank, figure.phase), (worst.rank, peak.name))
-        found["growth"] = growth(figure.split, split, places)
     return judgement(
         compare(measured, figure.value, gate.tolerance, gate.slack),
         notes=tuple(_notes(gate, figure, measured, measurement)),

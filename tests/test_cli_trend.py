@@ -84,6 +84,53 @@ def test_trend_fails_on_what_got_worse_since_the_run_before(
     assert lines[-1] == "--fail-on allocated:2 GiB: t.py::test_a allocated: 1.00 GiB -> 4.00 GiB (+300.00%)"
 
 
+@pytest.mark.parametrize("revision", ["", "c0ffee"])
+def test_the_files_that_a_run_left_are_one_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], revision: str
+) -> None:
+    """pytest's own file says no revision, and another start."""
+    for day, peak in enumerate((GIB, GIB, 2 * GIB), 1):
+        run = results({"test_a": peak}, day)
+        run.revision = revision and f"{day}{revision}"
+        (tmp_path / f"results{day}.json").write_text(json_report.text(run))
+        (tmp_path / f"junit{day}.xml").write_text(junit_file.text(run))
+        pytests = (
+            "<testsuite timestamp='2026-01-{day:02}T00:00:02Z'><testcase classname='t' name='test_a'/></testsuite>"
+        )
+        (tmp_path / f"pytest{day}.xml").write_text(pytests.format(day=day))
+        assert mbmem(capsys, "junit", "add", tmp_path / f"results{day}.json", tmp_path / f"pytest{day}.xml")[0] == 0
+    out = tmp_path / "out.txt"
+    status, lines, _ = mbmem(capsys, "trend", tmp_path, "--fail-on", "allocated:1%", "--json", out)
+    assert status == 1
+    assert "--fail-on allocated:1%: t.py::test_a allocated: 1.00 GiB -> 2.00 GiB (+100.00%)" in lines
+    for series in json.loads(out.read_text()):
+        runs = [point["run"] for point in series["points"]]
+        assert runs == [f"{day}{revision}" if revision else f"results{day}.json" for day in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("second", "revision", "peak", "runs"),
+    [("1", "", GIB, 1), ("0", "", GIB, 2), ("?", "", GIB, 2), ("3", "", 2 * GIB, 2), ("3", "other", GIB, 2)],
+)
+def test_what_differs_in_time_revision_or_figure_is_another_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], second: str, revision: str, peak: int, runs: int
+) -> None:
+    first, other = results({"test_a": peak}), results({"test_a": GIB})
+    first.started, other.started = f"2026-01-01T00:00:0{second}Z", "2026-01-01T00:00:03Z"
+    first.revision, other.revision = revision, "one" if revision else ""
+    (tmp_path / "a.json").write_text(json_report.text(first))
+    (tmp_path / "b.xml").write_text(junit_file.text(other))
+    _, lines, _ = mbmem(capsys, "trend", tmp_path, "--metric", "allocated")
+    assert lines[1].split()[:4] == ["t.py::test_a", "virtual-x", "allocated", str(runs)]
+
+
+def test_files_of_one_kind_are_of_several_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text(json_report.text(results({"test_a": GIB})))
+    _, lines, _ = mbmem(capsys, "trend", tmp_path, "--metric", "allocated")
+    assert lines[1].split()[:4] == ["t.py::test_a", "virtual-x", "allocated", "2"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -122,8 +169,13 @@ def test_compare_fails_on_what_got_worse(runs: list[Path], tmp_path: Path, capsy
     ]
     assert '<td class="worse">worse</td>' in page.read_text()
     assert comment.read_text().splitlines()[0].endswith("1 worse, 1 gone, 1 same")
+    written = comment.read_text().replace("&#58;", ":").replace("&#46;", ".").replace("&#95;", "_")
+    assert "**Rules are broken:**" in written
+    assert "t.py::test_a allocated: 1.00 GiB" in written
+    assert written.count("only base has t.py::test_b\n") == 1
     assert mbmem(capsys, *compare, "--fail-on", "allocated:300%")[0] == 2  # a share is 100% at most
     assert mbmem(capsys, *compare, "--fail-on", "allocated:3 GiB")[0] == 0
+    assert comment.read_text().splitlines()[2] == "No rule of --fail-on is broken."
 
 
 def test_compare_reads_junit_files_without_phases(runs: list[Path], capsys: pytest.CaptureFixture[str]) -> None:

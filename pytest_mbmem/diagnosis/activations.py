@@ -12,7 +12,7 @@ from ..remedies import COSTS, REGATHER, recompute, recomputed
 from ..units import format_bytes, format_fraction
 from .case import Case, Spot, Subject
 from .finding import MEMORY, RECOMPUTE, Action, Finding
-from .parts import MODEL_STATE, Dominating, dominating
+from .parts import MODEL_STATE, Dominating, boundary, dominating, explains
 
 LITTLE = 0.01
 """Of its control's peak, a saving that is none worth its cost: the documents call 0.01% no material reduction, and
@@ -37,7 +37,7 @@ def dominated(case: Case) -> Iterator[Finding]:
         if recipe is None or recipe.memory.recompute_granularity == "full":
             continue
         part = dominating(spot)
-        if part is not None:
+        if part is not None and explains(spot, lambda owner, name=part.boundary: boundary(owner) == name):  # type: ignore[misc]
             yield from _by_boundary(spot, recipe, part)
 
 
@@ -109,7 +109,7 @@ def gathered_inputs(case: Case) -> Iterator[Finding]:
             continue
         held = {o: size for o, size in spot.rank.owners(spot.phase).items() if _is_gathered(o)}
         size, peak = sum(held.values()), spot.rank.peak("allocated", spot.phase)
-        if size < LEAST_GATHERED * peak or not size:
+        if size < LEAST_GATHERED * peak or not size or not explains(spot, _is_gathered):
             continue
         requested = recipe.lora.sequence_parallel_input_regather
         targets = {_target(owner) for owner in held}

@@ -17,6 +17,7 @@ from ..measurement import Failure, Measurement, RankMeasurement, selects
 from ..oom import Shortage
 from ..recipe import Recipe
 from ..savings import SavingJudgement
+from ..split import PeakGrowth
 from ..throughput import ThroughputJudgement
 
 
@@ -34,6 +35,7 @@ class Spot(NamedTuple):
     rank: RankMeasurement
     phase: str | None
     why: str  # as in "rank 0 ran out of memory"
+    growth: PeakGrowth | None = None  # against its baseline, where it is over that and both have a split
 
 
 @dataclass(frozen=True)
@@ -92,16 +94,17 @@ class Subject:
 
         Of allocated bytes alone: what is reserved beyond them, or lost to fragmentation, is no peak of any tensors.
         """
-        spots: list[tuple[int | None, str | None, str]] = []
+        spots: list[tuple[int | None, str | None, str, PeakGrowth | None]] = []
         if (failure := self.out_of_memory) is not None and not _lost_to_fragments(failure):
-            spots.append((failure.rank, failure.name, f"rank {failure.rank} ran out of memory"))
+            spots.append((failure.rank, failure.name, f"rank {failure.rank} ran out of memory", None))
         for fit in self.fits:
             if fit.verdict == "out of memory" and not (fit.failure is not None and _lost_to_fragments(fit.failure)):
-                spots.append((fit.rank, None, f"rank {fit.rank} does not fit {fit.rule.gpu}"))
+                spots.append((fit.rank, None, f"rank {fit.rank} does not fit {fit.rule.gpu}", None))
         for peak in self.peaks:
             if peak.verdict == "regression" and peak.gate.metric == "allocated":
                 bound = "its limit" if peak.gate.limit is not None else "what its baseline allows"
-                spots.append((peak.rank, peak.gate.phase, f"the peak of rank {peak.rank} is over {bound}"))
+                why = f"the peak of rank {peak.rank} is over {bound}"
+                spots.append((peak.rank, peak.gate.phase, why, peak.growth))
         for saving in self.savings:
             comparison = saving.comparison
             saves_little = saving.verdict in ("saves too little", "no effect", "costs more")
@@ -109,11 +112,11 @@ class Subject:
                 continue
             if comparison.has_figures and saves_little:
                 worst = comparison.worst_after.rank
-                spots.append((worst, comparison.phase, f"rank {worst} saves too little against its control"))
-        for number, phase, why in spots:
+                spots.append((worst, comparison.phase, f"rank {worst} saves too little against its control", None))
+        for number, phase, why, growth in spots:
             if (rank := self.rank(number)) is not None:
                 has_phase = any(selects(phase, figures) for figures in rank.phases)
-                return Spot(rank, phase if has_phase else None, f"{why}{self.of}")
+                return Spot(rank, phase if has_phase else None, f"{why}{self.of}", growth)
         return None
 
 

@@ -6,7 +6,7 @@ held by the modules inside of it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..measurement import Category, Owner
@@ -41,6 +41,20 @@ def boundary(owner: Owner) -> str:
     if names[-1] in ("input_layernorm", "pre_mlp_layernorm"):
         return "layernorm"
     return "mlp" if "mlp" in names else owner.module
+
+
+def explains(spot: Spot, belongs: Callable[[Owner], bool]) -> bool:
+    """Whether activations that belong to something can be why a peak is too high: what was there before the peak went
+    over its baseline is not."""
+    if spot.growth is None:
+        return True
+    grown = sum(
+        change.size
+        for change in spot.growth.changes
+        if change.part.category == "activations"
+        and belongs(Owner("activations", change.part.module, change.part.line or change.part.place))
+    )
+    return 2 * grown >= spot.growth.total
 
 
 @dataclass(frozen=True)

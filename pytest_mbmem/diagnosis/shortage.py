@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from .. import alloc_conf
@@ -12,7 +13,7 @@ from ..measurement import Failure, RankMeasurement, selects
 from ..oom import Remedy, Shortage
 from ..recipe import Recipe
 from ..remedies import COSTS, EXPANDABLE
-from ..split import UNALLOCATED, parts_text, split_of
+from ..split import UNALLOCATED, Split, parts_text, split_of
 from ..units import format_bytes, format_fraction
 from .activations import LITTLE
 from .case import Case, Subject, is_fragmented
@@ -81,12 +82,7 @@ def _capacity(asked: str, shortage: Shortage, rank: RankMeasurement | None, phas
         phase = None
     if rank is not None and (split := split_of(rank, phase=phase)) is not None:
         evidence.append(f"the most that was live{f' in {phase}' if phase else ''}: {parts_text(split)}")
-        state = sum(part.size for part in split if part.category in MODEL_STATE)
-        activations = sum(part.size for part in split if part.category == "activations")
-        if state > activations:
-            cause += ": mostly model state, which recompute does not reach"
-        elif activations:
-            cause += ": mostly activations"
+        cause += f": mostly {_mostly(shortage, split)}"
     on = "are on already" if shortage.expandable_segments else "were tried and are not enough"
     return Finding(
         "capacity",
@@ -97,6 +93,15 @@ def _capacity(asked: str, shortage: Shortage, rank: RankMeasurement | None, phas
         tuple(_remedies(shortage.diagnosis.remedies)),
         MEMORY,
     )
+
+
+def _mostly(shortage: Shortage, split: Split) -> str:
+    """What took most of the memory: a kind of what was live, or the request that failed."""
+    sizes: Counter[str] = Counter({"the request that failed": shortage.requested})
+    for part in split:
+        state = part.category in MODEL_STATE
+        sizes["model state, which recompute does not reach" if state else part.category] += part.size
+    return max(sizes, key=lambda name: sizes[name])
 
 
 def _remedies(remedies: tuple[Remedy, ...]) -> Iterator[Action]:

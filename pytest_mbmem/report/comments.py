@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from .compared import HEAD, Compared, Row
-from .markdown import code, fenced, references, size, table
+from .markdown import code, fenced, plain, references, size, table
 from .trend import HEAD as OF_TREND
 from .trend import NOTE, Series, cells_of, sparkline
 
@@ -19,15 +19,23 @@ _SPECIAL = re.compile("[^A-Za-z0-9 /=%,.+-]")
 _KEPT = 200
 """Bytes that are kept free for what says that something is left out."""
 
+_MOST_LINES, _LONGEST_LINE = 10, 240
+"""Of broken rules, and of notes; characters of each."""
 
-def comparison(compared: Compared) -> str:
-    """The summary, the figures that changed, and folded below what grew in each test."""
+
+def comparison(compared: Compared, notes: Iterable[str] = (), broken: Sequence[str] | None = None) -> str:
+    """The summary, the figures that changed, and folded below what grew in each test.
+
+    `notes` stand below the figures, and the lines of `broken` rules below the summary; None where there are no rules.
+    """
     changed = sorted((row for row in compared.rows if row.changed), key=lambda row: not row.is_bad)
-    mark = "\u274c" if any(row.is_bad for row in changed) else "\u2705"
+    mark = "\u274c" if broken or any(row.is_bad for row in changed) else "\u2705"
     head = [f"{mark} **Memory:** {compared.summary}", ""]
+    if broken is not None:
+        head += ["**Rules are broken:**", *_list(broken)] if broken else ["No rule of --fail-on is broken.", ""]
     lines = table(HEAD, [_cells(row.cells()) for row in changed], right=("base", "head", "change"))
     head += lines[:2] if changed else ["Every figure is the same, within the tolerances of the gates.", ""]
-    ends = ["", f"Base {code(compared.base)}, head {code(compared.head)}."]
+    ends = [*(_list(notes) or [""]), f"Base {code(compared.base)}, head {code(compared.head)}."]
     return _fitted(head, lines[2:], ends, filter(None, map(_details, changed)))
 
 
@@ -36,6 +44,14 @@ def trend(series: Sequence[Series]) -> str:
     rows = [[*_cells(cells_of(one)), sparkline(one.values)] for one in series]
     lines = table((*OF_TREND, "trend"), rows, right=OF_TREND[3:])
     return _fitted(["**Memory over runs**", "", *lines[:2]], lines[2:], ["", NOTE], ())
+
+
+def _list(texts: Iterable[str]) -> list[str]:
+    """Equal ones once, and an empty line below; nothing of none."""
+    found = list(dict.fromkeys(texts))
+    shown = [text if len(text) <= _LONGEST_LINE else text[: _LONGEST_LINE - 3] + "..." for text in found[:_MOST_LINES]]
+    more = [f"- and {len(found) - _MOST_LINES} more"] if len(found) > _MOST_LINES else []
+    return ["", *(f"- {plain(text)}" for text in shown), *more, ""] if found else []
 
 
 def _cells(cells: Sequence[str]) -> list[str]:

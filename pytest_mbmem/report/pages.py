@@ -14,12 +14,15 @@ from .trend import NOTE, Series, cells_of
 
 _STYLE = """
 :root { color-scheme: light dark; }
-body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 80rem; padding: 0 1rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; }
-th, td { border-bottom: 1px solid #8884; padding: .3rem .7rem; text-align: left; vertical-align: middle; }
-th { font-weight: 600; overflow-wrap: anywhere; }
+body { font: 15px/1.5 system-ui, sans-serif; margin: 1.5rem auto; max-width: 80rem; padding: 0 1rem;
+  overflow-wrap: anywhere; }
+.wide { overflow-x: auto; margin: 1rem 0; }
+table { border-collapse: collapse; font-size: .9rem; }
+th, td { border-bottom: 1px solid #8884; padding: .3rem .4rem; text-align: left; vertical-align: middle; }
+th { font-weight: 600; }
+thead th { overflow-wrap: normal; }
 td { white-space: nowrap; }
+th[scope=row] { min-width: 11rem; }
 .number { text-align: right; font-variant-numeric: tabular-nums; }
 .worse, .failed, .gone { color: #c62828; font-weight: 600; }
 .better, .fixed { color: #2e7d32; font-weight: 600; }
@@ -27,7 +30,7 @@ svg { display: block; } polyline { fill: none; stroke: #1976d2; stroke-width: 2;
 pre { overflow-x: auto; }
 """
 
-_WIDTH, _HEIGHT, _EDGE = 160, 36, 4
+_WIDTH, _HEIGHT, _EDGE = 120, 36, 4
 """Of a drawn series, in pixels."""
 
 
@@ -65,13 +68,17 @@ def _page(title: str, body: str) -> str:
 
 
 def _table(head: Sequence[str], rows: str) -> str:
-    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    names = "".join(f'<th scope="col"{_number(name)}>{escape(name)}</th>' for name in head)
     return f'<div class="wide"><table><thead><tr>{names}</tr></thead><tbody>{rows}</tbody></table></div>'
 
 
 def _cell(name: str, text: str) -> str:
-    number = "" if name in ("device", "metric", "verdict") else ' class="number"'
-    return f"<td{number}>{escape(text)}</td>"
+    return f"<td{_number(name)}>{escape(text)}</td>"
+
+
+def _number(name: str) -> str:
+    """The class of a column of figures."""
+    return "" if name in ("test", "device", "metric", "verdict", "trend") else ' class="number"'
 
 
 def _row(row: Row) -> str:

@@ -209,11 +209,26 @@ class Reporter:
         yield from terminal.summary_lines(self._results, width)
         yield from terminal.changes_lines(self._changes)
         yield from self._improved
+        yield from self._not_accepted()
         yield from terminal.orphan_lines(self._orphans)
         if self._lacked_gpus:
             tests = "1 test was" if self._lacked_gpus == 1 else f"{self._lacked_gpus} tests were"
             yield f"{tests} skipped: {TOO_FEW_GPUS}; --mbmem-require-gpus makes that a failure"
         yield from self._written
+
+    def _not_accepted(self) -> Iterator[str]:
+        """What --mbmem-update does not write, because nobody said why it rose."""
+        options = self._run.options
+        if options.update not in ("changed", "all") or options.reason is not None:
+            return
+        measured = [one for test in self._results.tests.values() for one in test.measured]
+        verdicts: list[str] = [
+            j.judgement.verdict for one in measured for j in one.judged if j.judgement.gate.limit is None
+        ]
+        steps = [j.judgement for one in measured for j in one.throughputs]
+        verdicts += [step.verdict for step in steps if step.against_minimum is None]
+        if rose := verdicts.count("regression"):
+            yield f"baselines not written, because nobody said why they rise (--mbmem-reason): {rose}"
 
 
 def _text(report: pytest.TestReport) -> str:

@@ -56,6 +56,8 @@ class Tested:
     failure: str | None = None  # how it ended without figures, as in "out of memory"
     started: str = ""  # of its run, in UTC, as in "2026-01-31T12:00:00Z"; empty where the file does not say
     run: str = ""  # the revision's first 10 characters, or the file's name
+    has_revision: bool = False  # whether the file says it
+    kind: str = "json"  # of the file; a run leaves one of each
     measurement: Measurement | None = None  # a JUnit file has none
     alone: bool = False  # in the file of `mbmem measure`
 
@@ -150,6 +152,7 @@ def of_results(results: Results, name: str) -> list[Tested]:
     ]
     for one in found:
         one.started, one.run = results.started, results.revision[:10] or name
+        one.has_revision = bool(results.revision)
     return _numbered(found)
 
 
@@ -216,12 +219,14 @@ def _of_junit(xml: Any, name: str) -> list[Tested]:
         given = dict(properties)
         began = junit_xml.time_of(given.get(junit_file.RUN, "").partition("/")[0] or suite.timestamp)
         started = began.strftime("%Y-%m-%dT%H:%M:%SZ") if began else ""
-        run = about.get(junit_file.REVISION, "")[:10] or name
+        revision = about.get(junit_file.REVISION, "")[:10]
+        kind = "junit" if suite.name == junit_file.SUITE else "pytest's junit"
         nodeid = given.get(TEST) or _nodeid(case)
         for of, one in _measurements(properties).items():
             label = nodeid + (f"@{of}" if of else "")
             device = str(one.pop("device", about.get(junit_file.DEVICE, "")))
-            tested = found.setdefault((label, device), Tested(label, device, started=started, run=run))
+            new = Tested(label, device, started=started, run=revision or name, has_revision=bool(revision), kind=kind)
+            tested = found.setdefault((label, device), new)
             tested.spread = one.pop("spread", tested.spread)
             failure = one.pop("failure", None)
             tested.failure = str(failure) if failure is not None else tested.failure

@@ -19,10 +19,10 @@ def judged_lines(measured: Measured, judgement: Judgement) -> list[str]:
     split = split_of(rank, gate.metric, gate.phase)
     if split is None:
         return []
+    if judgement.growth is not None:
+        return judgement.growth.lines("against the other recipe" if judgement.verdict == "stale" else "what grew")
     if judgement.verdict != "regression":
         return [f"  by category: {parts_text(split)}"]
-    if judgement.growth is not None:
-        return judgement.growth.lines()
     lines = parts_lines(split)
     if gate.limit is None:
         lines.append("  the baseline does not say what it was made of; --mbmem-update records that from now on")

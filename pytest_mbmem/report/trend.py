@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from itertools import takewhile
 from pathlib import Path
 
 from ..throughput import figure_text
@@ -16,6 +18,9 @@ from .text import printable, table
 
 NOTE = "More is worse of every metric; throughput is the time of a step."
 """Below a table of series."""
+
+_APART = timedelta(seconds=2)
+"""By which the starts may differ that the files of one run say: pytest's own takes its time."""
 
 _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 
@@ -65,8 +70,9 @@ def change(before: int, after: int) -> float | None:
 def read_series(paths: Sequence[Path]) -> list[Series]:
     """Of JUnit files and files of --mbmem-json; a folder stands for the files in it.
 
-    Runs come in time, and before them those of files that do not say when they were, in the order of `paths`. Raises
-    `UserError` naming the file for one that is missing, damaged or something else.
+    Runs come in time, and before them those of files that do not say when they were, in the order of `paths`. Several
+    files of one run are one point. Raises `UserError` naming the file for one that is missing, damaged or something
+    else.
     """
     return _series([one for path in run_figures.files_of(paths) for one in File.load(path).tested])
 
@@ -91,13 +97,43 @@ def _key(series: Series) -> tuple[str, str, str]:
 
 
 def _series(tested: Iterable[Tested]) -> list[Series]:
-    points: dict[tuple[str, str, str], list[Point]] = {}
+    series: dict[tuple[str, str, str], list[list[Tested]]] = {}  # of each run what its files say
     for one in sorted(tested, key=lambda one: one.started):  # stable
-        for metric, value in one.figures.items():
-            found, point = points.setdefault((one.label, one.device, metric), []), Point(one.run, one.started, value)
-            if not point.started or point not in found:  # a run may have left files of both kinds
-                found.append(point)
-    return [Series(*key, tuple(found)) for key, found in sorted(points.items())]
+        for metric in one.figures:
+            runs = series.setdefault((one.label, one.device, metric), [])
+            run = _run_of(runs, one, metric)
+            if run is None:
+                runs.append([one])
+            else:
+                run.append(one)
+    return [Series(*key, _points(runs, key[-1])) for key, runs in sorted(series.items())]
+
+
+def _run_of(runs: Sequence[list[Tested]], one: Tested, metric: str) -> list[Tested] | None:
+    """The run that left this file as well: it began at about the same time, with an equal figure, of no other revision,
+    and this kind of file is not known of it yet, unless it is the same file again."""
+    for run in takewhile(lambda run: _began_together(run[0].started, one.started), reversed(runs)):
+        revisions = {said.run for said in (*run, one) if said.has_revision}
+        if run[0].figures[metric] != one.figures[metric] or len(revisions) > 1:
+            continue
+        if all(said.kind != one.kind or (said.run, said.started) == (one.run, one.started) for said in run):
+            return run
+    return None
+
+
+def _began_together(first: str, second: str) -> bool:
+    try:
+        began, other = (datetime.strptime(started, "%Y-%m-%dT%H:%M:%SZ") for started in (first, second))
+    except ValueError:  # a file that says no time, or something else
+        return False
+    return abs(other - began) <= _APART
+
+
+def _points(runs: Iterable[Sequence[Tested]], metric: str) -> tuple[Point, ...]:
+    """Of each run by the file that knows most: the revision, or all measurements."""
+    best = [min(run, key=lambda one: (not one.has_revision, one.measurement is None)) for run in runs]
+    points = (Point(one.run, one.started, one.figures[metric]) for one in best)
+    return tuple(sorted(points, key=lambda point: point.started))
 
 
 # Text -----------------------------------------------------------------------------------------------------------------

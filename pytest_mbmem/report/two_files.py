@@ -29,7 +29,17 @@ def compare_lines(first: File, second: File, *, every_phase: bool = False) -> li
         cells += [[label, str(d.rank), *d.cells()] for d in _differences(one, other, every_phase=every_phase)]
     if len(cells) > 1:
         lines += table(cells, right=_NUMBERS)
-    return [printable(line) for line in (*lines, *_notes(first, second, pairs))]
+    return [printable(line) for line in (*lines, *_notes(first, second, pairs, _SIDES))]
+
+
+def notes(first: File, second: File, sides: tuple[str, str]) -> list[str]:
+    """What differs beside the figures, by what the two are called; nothing of JUnit files, which do not know it.
+
+    Raises `UserError` if nothing is in both files.
+    """
+    if first.is_junit or second.is_junit:
+        return []
+    return list(_notes(first, second, _pairs(first, second), sides))
 
 
 def _pairs(first: File, second: File) -> dict[str, tuple[Measurement, Measurement]]:
@@ -92,24 +102,26 @@ def _differences(one: Measurement, other: Measurement, *, every_phase: bool) -> 
     )
 
 
-def _notes(first: File, second: File, pairs: Mapping[str, tuple[Measurement, Measurement]]) -> Iterator[str]:
+def _notes(
+    first: File, second: File, pairs: Mapping[str, tuple[Measurement, Measurement]], sides: tuple[str, str]
+) -> Iterator[str]:
     """Equal ones of several measurements come once."""
     labels: dict[str, list[str]] = {}
     for label, (one, other) in pairs.items():
-        for note in _pair_notes(one, other):
+        for note in _pair_notes(one, other, sides):
             labels.setdefault(note, []).append(label)
     for note, (label, *more) in labels.items():
         yield f"{label}{f' and {len(more)} more' if more else ''}: {note}"
     if first.is_single or second.is_single:
         return
-    for name, own, others in (("A", first, second), ("B", second, first)):
+    for name, own, others in zip(sides, (first, second), (second, first), strict=True):
         missing = [label for label in own.measurements if label not in others.measurements]
         if missing:
             yield f"only {name} has {', '.join(missing)}"
 
 
-def _pair_notes(one: Measurement, other: Measurement) -> Iterator[str]:
-    for name, measurement in zip(_SIDES, (one, other), strict=True):
+def _pair_notes(one: Measurement, other: Measurement, sides: tuple[str, str]) -> Iterator[str]:
+    for name, measurement in zip(sides, (one, other), strict=True):
         if measurement.failure is not None:
             what = "" if ran(measurement) else ", so there is nothing to compare"
             yield f"{name} failed: {how(measurement.failure)}{what}"
@@ -117,23 +129,23 @@ def _pair_notes(one: Measurement, other: Measurement) -> Iterator[str]:
             yield f"{name} ran on the host, where memory is not measured"
         elif not measured_ranks(measurement):
             yield f"{name} has no measured rank"
-    yield from only_one_has(one, other, _SIDES)
-    yield from _recipe_notes(one, other)
+    yield from only_one_has(one, other, sides)
+    yield from _recipe_notes(one, other, sides)
     if one.mode != other.mode:
-        yield f"A has {one.mode} ranks, B {other.mode} ones"
+        yield f"{sides[0]} has {one.mode} ranks, {sides[1]} {other.mode} ones"
     if differing := environment_changes(one.environment, other.environment):
         yield f"the environment differs: {', '.join(differing)}"
     if any(d.metric == DEVICE_USED for d in peaks(one, other)):
-        for name, measurement in zip(_SIDES, (one, other), strict=True):
+        for name, measurement in zip(sides, (one, other), strict=True):
             if all(rank.device_used is None for rank in measurement.ranks):
                 yield f"{DEVICE_USED} of {name}: peak reserved, and the estimate of what is beside PyTorch"
 
 
-def _recipe_notes(one: Measurement, other: Measurement) -> Iterator[str]:
+def _recipe_notes(one: Measurement, other: Measurement, sides: tuple[str, str]) -> Iterator[str]:
     if one.recipe_digest == other.recipe_digest:
         return
     if one.recipe is None or other.recipe is None:
-        yield f"only {'A' if other.recipe is None else 'B'} has a recipe"
+        yield f"only {sides[other.recipe is not None]} has a recipe"
     elif changes := recipe_changes(one.recipe, other.recipe):
         yield f"the recipe differs: {'; '.join(changes)}"
     else:

@@ -38,6 +38,7 @@ from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.measurement import Adapter, Effect, Failure, Measurement, Owner
 from pytest_mbmem.recipe import Lora, Recipe
 from pytest_mbmem.savings import SavingRule, judge_saving
+from pytest_mbmem.split import growth, split_of
 
 UP = "self_attention|megatron/core/transformer/multi_latent_attention.py:822 (qkv_up_proj_and_rope_apply)"
 EXPERTS = "mlp.experts.linear_fc1"
@@ -79,6 +80,19 @@ def test_what_the_recipe_cannot_have_is_said_with_the_constraint() -> None:
     assert (
         found.actions[0].what == "moe_act is not possible: recompute-moe-act-without-grouped-gemm (see mbmem explain)"
     )
+
+
+def test_what_was_there_before_a_peak_went_over_its_baseline_is_not_why() -> None:
+    """As of a pull request that keeps statistics: the dense MLP held the most before, and did not grow."""
+    before = measurement(rank(owners=held({FC1: 6 * GIB}, rest=4 * GIB)))
+    for grown, fires in (({FC1: 6 * GIB, "statistics": GIB}, False), ({FC1: 7 * GIB}, True)):
+        after = measurement(rank(owners=held(grown, rest=4 * GIB)))
+        splits = [split_of(one.worst()) for one in (before, after)]
+        assert splits[0] is not None
+        assert splits[1] is not None
+        grew = growth(splits[0], splits[1])
+        peak = Judgement("regression", PeakGate(), "k", 11 * GIB, 10 * GIB, 10 * GIB, 0, "step-2/backward", growth=grew)
+        assert ("dense MLP dominates" in rules(Subject(after, peaks=(peak,)))) is fires
 
 
 def test_norm_outputs_dominate() -> None:

@@ -116,6 +116,15 @@ def test_capacity_is_not_said_to_lack_less_than_nothing() -> None:
     assert "needs 76.00 GiB and PyTorch can have 77.00 GiB: too little, as it reserves more than is live" in evidence
 
 
+def test_capacity_names_a_request_that_is_larger_than_what_was_live() -> None:
+    logits = shortage("capacity", NEED, requested=125 * GIB)
+    found = the("capacity", ran_out(logits, rank(owners=held({"mlp": 3 * GIB}, rest=4 * GIB))))
+    assert found.cause == "a genuine capacity limit: mostly the request that failed"
+    temporary = {Owner("temporaries", "output_layer"): 18 * GIB, Owner("main gradients", "decoder"): GIB}
+    found = the("capacity", ran_out(shortage("capacity", NEED), rank(owners=temporary)))
+    assert found.cause == "a genuine capacity limit: mostly temporaries"
+
+
 def test_capacity_is_told_by_the_phase_that_ran_out() -> None:
     sizes = {(1, "backward"): 70 * GIB, (1, "optimizer"): 20 * GIB}
     owners = held({"mlp": 50 * GIB}) | {Owner("optimizer state", "decoder"): 20 * GIB}

@@ -16,7 +16,9 @@ from pytest_mbmem import Recipe
 from pytest_mbmem.gates import PeakGate
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.measurement import Owner
+from pytest_mbmem.report.compared import Compared, Row
 from pytest_mbmem.report.html import page
+from pytest_mbmem.report.pages import compare_page, trend_page
 from pytest_mbmem.report.results import Measured, Results, TestResult
 from pytest_mbmem.report.trend import Point, Series
 from pytest_mbmem.sweep import Sweep
@@ -203,6 +205,25 @@ def test_nothing_is_wider_than_the_screen(made: Results, opened: Open, width: in
         "(title) => [getComputedStyle(title).fill, getComputedStyle(document.body).color]"
     )
     assert len(set(colors)) == 1
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_pages_of_several_runs_scroll_in_their_tables(opened: Open, width: int) -> None:
+    name, size = f"t.py::test_{'a' * 100}", 1024 * MIB
+    points = tuple(Point(str(run), "", size + run * MIB) for run in range(3))
+    row = Row(name, "virtual-h100-80gb", "reserved@optimizer", size, 2 * size, "worse", None, None)
+    series = Series(name, "virtual-h100-80gb", "reserved@optimizer", points)
+    for text in (trend_page([series]), compare_page(Compared("b" * 200, "head.json", (row,)))):
+        shown = opened(text, width=width)
+        assert shown.evaluate("document.documentElement.scrollWidth") == width
+        (box,) = shown.locator(".wide").all()
+        assert box.evaluate("(box) => box.scrollWidth > box.clientWidth") is (width == 390)
+        assert (shown.locator("th[scope=row]").bounding_box() or {})["width"] > 150
+        lines = "(cell) => { const all = document.createRange(); all.selectNodeContents(cell); return new Set("
+        lines += "[...all.getClientRects()].map((line) => line.top)).size; }"
+        assert {cell.evaluate(lines) for cell in shown.locator("td:not(:has(svg))").all()} == {1}
+        head = shown.get_by_role("columnheader", name="test", exact=True)
+        assert head.evaluate(lines) == 1
 
 
 def test_names_are_shown_as_they_are(measured: Make, results: MakeResults, opened: Open) -> None:
