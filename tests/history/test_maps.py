@@ -24,7 +24,7 @@ def record(seed: int) -> dict[str, Any]:
 
     from pytest_mbmem.measure.recording import Recording
 
-    torch.cuda.init()
+    torch.cuda.init()  # type: ignore[no-untyped-call]
     recording = Recording("test", full=False)
     chance, live = random.Random(seed), list[torch.Tensor]()
     for _ in range(400):
