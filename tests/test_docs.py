@@ -23,6 +23,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -93,6 +94,8 @@ class Examples:
         conftest = self.folder / "conftest.py"
         conftest.unlink(missing_ok=True)
         with self.monkeypatch.context() as patch:
+            for path in self.folder.rglob("test_*.py"):  # tests of this suite may have the same name
+                patch.delitem(sys.modules, path.stem, raising=False)
             if block.directive == "on stand-in GPUs":
                 stand_ins(patch, **json.loads(block.argument))
             elif block.directive != "on the virtual GPU":

@@ -164,6 +164,7 @@ def test_with_mbmem(real_project: pytest.Pytester) -> None:
     cases = {case.get("name"): case for case in ElementTree.parse(real_project.path / "junit.xml").iter("testcase")}
     properties = [(p.get("name"), p.get("value")) for p in cases["test_another_is_refused_first"].iter("property")]
     assert properties == [
+        ("mbmem_test", "test_it.py::test_another_is_refused_first"),
         ("mbmem_proof_verdict[cpu-offload-with-recompute]", "documentation and code disagree"),
         ("mbmem_proof_headline[cpu-offload-with-recompute]", headline),
     ]

@@ -59,7 +59,7 @@ def test_reports_show_it_apart(launcher: Launcher, small_recipe: Recipe) -> None
         line.startswith("assumed: memory outside PyTorch is an estimate, in no peak: 512.00 MiB") for line in lines
     )
     results = Results({}, {"t": TestResult("t", measured=[Measured("t", None, measurement)])})
-    assert f"<td>{shown}</td>" in page(results)
+    assert f"<td>{shown}<" in page(results)
     assert measurement.to_json()["ranks"][0]["outside"] == rank.outside
 
 

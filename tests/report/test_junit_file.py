@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import junitparser
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from junit_shape import checked, properties
 
@@ -224,6 +224,7 @@ def test_class_names_and_names_are_pytests() -> None:
         assert address(nodeid) == (".".join(classes), name)
 
 
+@settings(max_examples=40)
 @given(st.text(), st.text(), st.text())
 def test_no_text_breaks_the_file(name: str, failure: str, path: str) -> None:
     test = TestResult(f"t.py::{name}", "failed", failure=failure, artifacts=[path], earlier=[failure])
