@@ -37,6 +37,7 @@ from .measurement import Measurement
 from .recipe import Recipe
 from .report.results import Measured
 from .snapshots import Again, run_again, unique_name
+from .texts import encodable
 
 if TYPE_CHECKING:
     from .session import Run, TestRecord
@@ -101,7 +102,7 @@ class Artifacts:
             self._folder.mkdir(exist_ok=True)
             _remove_parts(target)
             if whole is None and report.when == "teardown" and item.nodeid in self._written:  # the call failed as well
-                write_atomically(target / "teardown.txt", _encodable(_failure_text(report)))
+                write_atomically(target / "teardown.txt", encodable(_failure_text(report)))
                 return
             part.mkdir()
             try:
@@ -236,11 +237,7 @@ def _readable(text: str) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    path.write_text(_encodable(text), encoding="utf-8", newline="\n")
-
-
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
+    path.write_text(encodable(text), encoding="utf-8", newline="\n")
 
 
 def _replace(part: Path, target: Path) -> None:

@@ -36,6 +36,7 @@ from .errors import UserError
 from .gates import Comparison, PeakGate, compare
 from .measurement import Measurement
 from .split import Part, compact, split_of
+from .texts import encodable
 from .throughput import STEP_METRICS, ThroughputJudgement, compare_steps, figure_name, figure_text, noise_of
 
 UpdateMode = Literal["new", "changed", "all"]
@@ -107,7 +108,7 @@ class Record:
         figure: Figure,
         slack: int = 0,
     ) -> Record:
-        environment = {_encodable(name): _encodable(value) for name, value in measurement.environment.items()}
+        environment = {encodable(name): encodable(value) for name, value in measurement.environment.items()}
         recipe = None if measurement.recipe is None else _plain(measurement.recipe, f"{module}::{key}")
         return cls(
             device=measurement.device.key,
@@ -188,18 +189,14 @@ class Paste:
         return f"{where}\n{self.text}"
 
 
-def _encodable(text: str) -> str:
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def _plain(value: Any, source: str) -> Any:
     """The value in the types that a YAML file gives back. Raises `UserError` for a value that it cannot hold."""
     if isinstance(value, Mapping):
-        return {_encodable(str(key)): _plain(part, source) for key, part in value.items()}
+        return {encodable(str(key)): _plain(part, source) for key, part in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(part, source) for part in value]
     if isinstance(value, str):
-        return _encodable(value)
+        return encodable(value)
     if value is None or isinstance(value, (bool, int)) or (isinstance(value, float) and math.isfinite(value)):
         return value
     raise UserError(f"{source}: the recipe holds {value!r}; allowed are texts, finite numbers, lists and mappings")
@@ -220,7 +217,7 @@ def clean_nodeid(nodeid: str) -> tuple[str, str]:
     at = key.find("@", bracket + 1)
     key = key if at < 0 else key[:at]
     # A lone surrogate (an undecodable byte of a file name) cannot be written as UTF-8.
-    return _encodable(module), _encodable(key)
+    return encodable(module), encodable(key)
 
 
 def baseline_path(folder: Path, device: str, module: str) -> Path:
@@ -294,7 +291,7 @@ def apply_updates(folder: Path, records: Iterable[Record], mode: UpdateMode, rea
     if not wanted:
         return []
     if reason is not None:
-        reason = " ".join(_encodable(reason).split()) or None
+        reason = " ".join(encodable(reason).split()) or None
 
     with _lock(folder):
         changes: list[Change] = []

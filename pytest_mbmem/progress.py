@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from .measure import place
+from .texts import printable
 
 INTERVAL = 1.0
 """Seconds between two looks."""
@@ -102,7 +103,7 @@ class Log:
         is_long = any(now - status.since >= QUIET for status in statuses)
         if is_long and (self._last is None or now - self._last >= QUIET):
             self._last = now
-            self._write_line(f"mbmem: {_printable(self._text(statuses, now))}")
+            self._write_line(f"mbmem: {printable(self._text(statuses, now))}")
 
     def hide(self) -> None:
         """What is written stays."""
@@ -135,7 +136,7 @@ class Line:
         width = self._width()
         if self._column() and self._column() % width == 0:  # between two lines, where no terminal is like another
             return
-        self._write(self._placed(_shortened(_printable(self._text(statuses, now)), width - 1)))
+        self._write(self._placed(_shortened(printable(self._text(statuses, now)), width - 1)))
         self._shown = True
 
     def hide(self) -> None:
@@ -184,10 +185,6 @@ class Notes:
                 statuses = json.loads(path.read_text(encoding="utf-8"))
                 found += [Status(**{**status, "places": tuple(status["places"])}) for status in statuses]
         return found
-
-
-def _printable(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _shortened(text: str, columns: int) -> str:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from .texts import printable
+
 if TYPE_CHECKING:
     import pytest
 
@@ -54,7 +56,7 @@ def script(item: pytest.Item, options: Options, environment: Mapping[str, str]) 
     """A shell script that repeats the test; it hands its own arguments on to pytest."""
     folder = shlex.quote(str(item.config.invocation_params.dir))
     command = ["env", *(f"{name}={value}" for name, value in environment.items()), sys.executable, "-m"]
-    lines = ["#!/bin/sh", f"# Repeats {_on_one_line(item.nodeid)}, with the options and variables that it ran with."]
+    lines = ["#!/bin/sh", f"# Repeats {printable(item.nodeid)}, with the options and variables that it ran with."]
     if options.torchrun is not None:
         here = os.environ.get("LOCAL_WORLD_SIZE", str(options.torchrun.world_size))
         command += ["torch.distributed.run", f"--nproc-per-node={here}", "-m"]
@@ -108,7 +110,3 @@ def _given(ways: list[argparse.Action], value: Any) -> Iterator[str]:
         else:
             yield from (name, *map(str, value))
             return
-
-
-def _on_one_line(text: str) -> str:
-    return "".join(character if character.isprintable() else "?" for character in text)

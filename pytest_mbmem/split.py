@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from .measurement import CATEGORIES, Metric, RankMeasurement
+from .texts import encodable
 from .units import format_bytes
 
 UNALLOCATED = "reserved, not allocated"
@@ -133,7 +134,7 @@ def _place(line: str) -> str:
 
 def _text(name: str) -> str:
     """As a file can hold it, where "@" and spaces around it separate names."""
-    return name.encode("utf-8", "backslashreplace").decode().replace("@", "_").strip()
+    return encodable(name).replace("@", "_").strip()
 
 
 # What grew ------------------------------------------------------------------------------------------------------------

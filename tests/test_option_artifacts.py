@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from _pytest.pytester import RunResult
+from runs_again import runs_again
 
 from pytest_mbmem import artifacts, repeat
 from pytest_mbmem.history.snapshot import read_snapshot
@@ -346,28 +347,12 @@ def test_a_new_failure_takes_the_place_of_the_last_one(fake: pytest.Pytester) ->
     assert [path.name for path in only(fake).iterdir() if path.is_dir()] == ["measurement-number_2"]
 
 
-RUNS_AGAIN = """
-def pytest_runtest_protocol(item, nextitem):
-    from _pytest.runner import runtestprotocol
-    for last in (False, True):
-        os.environ["FAKE_EXTRA_MIB"] = "{extra}" if last else "50"
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        for report in runtestprotocol(item, nextitem=nextitem, log=False):
-            if not last and report.failed:
-                report.outcome = "rerun"
-            item.ihook.pytest_runtest_logreport(report=report)
-    return True
-"""
-
-
 @pytest.mark.parametrize(("extra", "left"), [(0, 0), (60, 1)])
 def test_of_a_test_that_runs_again_only_the_last_run_counts(
     fake: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, extra: int, left: int
 ) -> None:
     """As pytest-rerunfailures does it."""
-    monkeypatch.setenv("FAKE_EXTRA_MIB", "0")
-    with fake.path.joinpath("conftest.py").open("a") as conftest:
-        conftest.write(RUNS_AGAIN.format(extra=extra))
+    runs_again(fake, monkeypatch, extra)
     test = '@pytest.mark.peak_memory(limit="100 MiB")\ndef test_a(mbmem):\n    mbmem.measure(RECIPE)\n'
     run(fake, test)
     assert len(folders(fake)) == left

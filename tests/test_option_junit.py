@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from runs_again import runs_again
 
 from pytest_mbmem.report.run_figures import File
 
@@ -61,21 +62,7 @@ def test_a_test_that_passes_when_it_runs_again_is_flaky(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As pytest-rerunfailures does it."""
-    with project.path.joinpath("conftest.py").open("a") as conftest:
-        conftest.write(
-            """
-def pytest_runtest_protocol(item, nextitem):
-    from _pytest.runner import runtestprotocol
-    for extra in ("50", "0"):
-        os.environ["FAKE_EXTRA_MIB"] = extra
-        for report in runtestprotocol(item, nextitem=nextitem, log=False):
-            if extra == "50" and report.failed:
-                report.outcome = "rerun"
-            item.ihook.pytest_runtest_logreport(report=report)
-    return True
-"""
-        )
-    monkeypatch.setenv("FAKE_EXTRA_MIB", "0")
+    runs_again(project, monkeypatch)
     project.makepyfile(
         """
         import pytest

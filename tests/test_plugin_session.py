@@ -7,6 +7,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+from runs_again import runs_again
 
 MIB = 2**20
 
@@ -158,23 +159,7 @@ def test_a_test_that_runs_again_is_listed_once_with_its_last_figures(
     project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As pytest-rerunfailures does it."""
-    with project.path.joinpath("conftest.py").open("a") as conftest:
-        conftest.write(
-            """
-def pytest_runtest_protocol(item, nextitem):
-    from _pytest.runner import runtestprotocol
-    for extra in ("50", "0"):
-        os.environ["FAKE_EXTRA_MIB"] = extra
-        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-        reports = runtestprotocol(item, nextitem=nextitem, log=False)
-        for report in reports:
-            if extra == "50" and report.failed:
-                report.outcome = "rerun"
-            item.ihook.pytest_runtest_logreport(report=report)
-    return True
-"""
-        )
-    monkeypatch.setenv("FAKE_EXTRA_MIB", "0")
+    runs_again(project, monkeypatch)
     project.makepyfile(
         """
         import pytest

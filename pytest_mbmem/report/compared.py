@@ -10,13 +10,14 @@ from .. import gates, throughput
 from ..errors import UserError
 from ..measurement import Measurement
 from ..split import growth, places_text, split_of
+from ..texts import printable
 from ..throughput import figure_text
 from ..units import format_fraction
 from . import run_figures
 from .fail_on import MISSING, Rule
 from .rows import NOTHING
 from .run_figures import Band, File, Tested, band_of, peak_of
-from .text import printable, table
+from .text import table
 from .trend import Series, change
 
 HEAD = ("test", "device", "metric", "base", "head", "change", "verdict")

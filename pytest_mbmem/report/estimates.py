@@ -12,9 +12,10 @@ from ..errors import UserError
 from ..estimate import NOT_IN_IT, Estimate, estimate
 from ..measurement import CATEGORIES, Category, Measurement, Owner, RankMeasurement
 from ..recipe import Recipe
+from ..texts import printable
 from ..units import format_bytes, format_fraction
 from .rows import coordinates_of, measured_ranks, worst_of
-from .text import printable, table
+from .text import table
 
 KINDS = ("parameters", "gradients", "optimizer state", "activations")
 """What both an estimate and a measurement tell apart."""

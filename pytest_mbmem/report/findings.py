@@ -10,8 +10,8 @@ from ..diagnosis import Action, Case, Finding, Subject, diagnose
 from ..growth import GrowthSummary
 from ..measurement import Measurement
 from ..sweep import Sweep
+from ..texts import printable
 from .results import Measured
-from .text import printable
 
 if TYPE_CHECKING:
     import pytest

@@ -13,11 +13,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..files import append_to
+from ..texts import printable
 from .markdown import code, fenced, plain, size, table
 from .ratchet import Improvement
 from .results import DISAGREE, Measured, Results, TestResult
 from .rows import Row, rows_of
-from .text import headline, printable
+from .text import headline
 
 OTHER_ANNOTATOR = "pytest_github_actions_annotate_failures"
 """A plugin that annotates failed tests itself."""

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ..baselines import clean_nodeid
 from ..measurement import Measurement
+from ..texts import encodable
 from ..throughput import STEP_METRICS, Throughput
 from .results import Measured, Results
 
@@ -89,5 +90,5 @@ def _number(family: str, value: int) -> str:
 
 def _escaped(text: str) -> str:
     """A label's value, on one line and in UTF-8."""
-    text = text.encode("utf-8", "backslashreplace").decode()
+    text = encodable(text)
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

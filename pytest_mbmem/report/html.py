@@ -24,6 +24,7 @@ from ..measurement import Measurement, RankMeasurement
 from ..savings import SavingJudgement
 from ..split import split_of
 from ..sweep import Sweep
+from ..texts import encodable
 from ..throughput import ThroughputJudgement
 from ..units import format_bytes
 from . import plots
@@ -91,7 +92,7 @@ def page(results: Results, earlier: Sequence[Series] = ()) -> str:
     for piece in rest:
         name, _, tail = piece.partition("-->")
         filled += [parts[name], tail]
-    return "".join(filled).encode("utf-8", "backslashreplace").decode()
+    return encodable("".join(filled))
 
 
 def _own(name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Sequence
 
-from .text import printable
+from ..texts import printable
 
 _SPECIAL_IN_CODE = re.compile("[^A-Za-z0-9 /=%,-]")
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from ..texts import encodable
 from ..throughput import figure_text
 from .compared import HEAD, Compared, Row
 from .markup import details, preformatted
@@ -64,7 +65,7 @@ def _page(title: str, body: str) -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body><h1>{escape(title)}</h1>{body}</body></html>\n"
     )
-    return text.encode("utf-8", "backslashreplace").decode()
+    return encodable(text)
 
 
 def _table(head: Sequence[str], rows: str) -> str:

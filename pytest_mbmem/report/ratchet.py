@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from ..baselines import clean_nodeid
 from ..drift import Accepted, History, change_text, times
 from ..gates import Judgement
+from ..texts import printable
 from ..throughput import ThroughputJudgement, figure_text
 from ..units import format_bytes, format_fraction
 from .results import Results, TestResult
 from .rows import label_of
-from .text import printable
 
 if TYPE_CHECKING:
     import pytest

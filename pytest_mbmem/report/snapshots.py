@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ..history.owners import line_of
 from ..history.stamps import read_stamp
 from ..measurement import Owner, place
+from ..texts import printable
 from ..units import format_bytes, format_fraction
 from ..validation import show
-from .text import printable, table
+from .text import table
 
 if TYPE_CHECKING:
     from ..history.replay import Failed

@@ -11,6 +11,7 @@ from ..compare import how
 from ..gates import Judgement
 from ..measurement import Measurement, RankMeasurement
 from ..split import parts_lines, split_of
+from ..texts import printable
 from ..throughput import figure_text
 from ..units import format_bytes, format_fraction
 from .comparisons import sweep_lines
@@ -32,7 +33,7 @@ from .rows import (
     worst_of,
 )
 from .splits import judged_lines
-from .text import GAP, advice_lines, aligned, exactly, note_lines, printable, table
+from .text import GAP, advice_lines, aligned, exactly, note_lines, table
 from .throughput import loss_lines, time_lines
 from .twins import session_lines, twin_lines
 

@@ -79,8 +79,3 @@ def headline(failure: str) -> str:
     lines = [line for line in failure.splitlines() if line.strip() and not re.match(r"\[gw\d+\] ", line)]
     raised = next((line[2:].strip() for line in lines if line.startswith("E  ")), None)
     return raised or (lines[0].strip() if lines else "")
-
-
-def printable(line: str) -> str:
-    """Without what would break a line or steer the terminal."""
-    return "".join(character if character.isprintable() else "?" for character in line)

@@ -8,13 +8,14 @@ from datetime import datetime, timedelta
 from itertools import takewhile
 from pathlib import Path
 
+from ..texts import printable
 from ..throughput import figure_text
 from ..units import format_fraction
 from . import run_figures
 from .results import Results
 from .rows import NOTHING
 from .run_figures import File, Tested
-from .text import printable, table
+from .text import table
 
 NOTE = "More is worse of every metric; throughput is the time of a step."
 """Below a table of series."""

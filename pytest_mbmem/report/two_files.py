@@ -8,9 +8,10 @@ from ..compare import how
 from ..errors import UserError
 from ..gates import environment_changes, recipe_changes
 from ..measurement import Device, Measurement
+from ..texts import printable
 from .rows import measured_ranks
 from .run_figures import File
-from .text import printable, table
+from .text import table
 from .twins import DEVICE_USED, Difference, only_one_has, peaks, phases, ran
 
 _NUMBERS = ("rank", "A", "B", "difference", "%")

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from runs_again import runs_again
 
 from pytest_mbmem.diagnosis import Action, Finding
 from pytest_mbmem.gates import PeakGate
@@ -251,24 +252,11 @@ def test_failed_tests_are_left_to_the_plugin_that_annotates_them(project: pytest
     assert "test&#95;too&#95;large" in on_github.read_text()
 
 
-def test_a_test_that_passes_when_it_runs_again_leaves_no_error(project: pytest.Pytester, on_github: Path) -> None:
+def test_a_test_that_passes_when_it_runs_again_leaves_no_error(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, on_github: Path
+) -> None:
     """As pytest-rerunfailures runs it: reports of the first run have the outcome "rerun"."""
-    project.makepyfile(
-        conftest=(project.path / "conftest.py").read_text()
-        + """
-from _pytest.runner import runtestprotocol
-
-def pytest_runtest_protocol(item, nextitem):
-    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for last in (False, True):
-        for report in runtestprotocol(item, nextitem=nextitem, log=False):
-            if report.failed and not last:
-                report.outcome = "rerun"
-            item.ihook.pytest_runtest_logreport(report=report)
-    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
-"""
-    )
+    runs_again(project, monkeypatch)
     project.makepyfile(
         """
         import pytest
