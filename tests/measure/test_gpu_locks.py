@@ -191,7 +191,9 @@ def test_who_wants_two_gpus_is_not_passed_by_those_who_come_later_and_want_one(s
     shared.expect(ones[2], "has")
     has = [line for line in shared.lines if " has " in line]
     assert has[:2] == ["holder has 0", "two has 0,1"]
-    assert [line.split()[0] for line in has[2:]] == ["one-0", "one-1", "one-2"]
+    # The first two find a free GPU each at the same moment, so that either may be the first to say so.
+    assert {line.split()[0] for line in has[2:4]} == {"one-0", "one-1"}
+    assert [line.split()[0] for line in has[4:]] == ["one-2"]
 
 
 def test_sets_of_gpus_that_overlap(shared: Shared) -> None:
