@@ -4,13 +4,17 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test te lint bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# Transformer Engine, for recipes with its own layers; TE_VERSION=2.14.0 for another than the default.
+te: $(INSTALLED)
+	$(BIN)/python -m pytest_mbmem.te.install $(if $(TE_VERSION),--version $(TE_VERSION))
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

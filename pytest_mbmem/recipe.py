@@ -377,9 +377,11 @@ class Training(Part):
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     main_grads: Literal["fp32", "bf16"] = "fp32"
     """Type of the gradient buffer."""
-    attention_backend: Literal["unfused", "flash"] = "unfused"
+    attention_backend: Literal["unfused", "flash", "fused", "auto"] = "unfused"
+    """"fused" (cuDNN) and "auto" (its own choice) are Transformer Engine's."""
     transformer_impl: Literal["local", "transformer_engine"] = "local"
-    """Whose layers: Megatron's own, or on a virtual GPU equivalents of Transformer Engine's memory."""
+    """Whose layers: Megatron's own or Transformer Engine's; where that is not installed, on a virtual GPU, equivalents
+    for memory."""
     deterministic: bool = False
     masked_softmax_fusion: bool = True
     cross_entropy_loss_fusion: bool = False

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from ..errors import Refused, UserError
 from ..garbage import no_collections
@@ -152,7 +153,7 @@ def assumptions(recipe: Recipe) -> tuple[str, ...]:
     """What a measurement of the recipe states."""
     virtual = driver_is_loaded()
     of_kernels = (*stand_ins.ASSUMPTIONS, *routing.assumptions(recipe)) if virtual else ()
-    if recipe.training.transformer_impl == "transformer_engine":
+    if recipe.training.transformer_impl == "transformer_engine" and not HAVE_TE:
         of_kernels += (te_equivalents.ASSUMPTION,)
     return (*of_kernels, *offload.assumptions(recipe, virtual))
 

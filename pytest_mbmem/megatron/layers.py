@@ -193,10 +193,6 @@ class DuplicatedLinear(MegatronModule):
         """Nothing: weight gradients are never delayed here."""
 
 
-# Megatron's MLA knows a linear that is not split by this name; modules here are never Transformer Engine's (core 0.16).
-multi_latent_attention.TELinear = DuplicatedLinear
-
-
 class LatentAttention(multi_latent_attention.MLASelfAttention):
     """Megatron's MLA with norms and linears apart.
 
@@ -264,6 +260,8 @@ def _layer_specs(config: TransformerConfig) -> list[ModuleSpec]:
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of one model chunk of this rank's pipeline stage. May be empty."""
+    # Megatron's MLA knows a linear that is not split by this name; Transformer Engine's is not used (core 0.16).
+    multi_latent_attention.TELinear = DuplicatedLinear
     layers = _layer_specs(config)
     if config.pipeline_model_parallel_layout is not None:
         own = config.pipeline_model_parallel_layout.get_layer_id_list(vp_stage=vp_stage)

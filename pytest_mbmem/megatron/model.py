@@ -26,7 +26,7 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 
 from ..recipe import Recipe
 from ..virtual_gpu import assumptions
-from . import configs, layers, lora, offload, recompute, solo, stand_ins, te_equivalents
+from . import configs, layers, lora, offload, recompute, solo, stand_ins, te_equivalents, te_layers
 
 OnPhase = Callable[[int, str], None]
 """Called with the step (from 1) and the phase that begins."""
@@ -152,7 +152,7 @@ def live_model(
     torch.use_deterministic_algorithms(recipe.training.deterministic)
     recompute.install()
     config = configs.transformer_config(recipe)
-    if config.transformer_impl == "transformer_engine":
+    if te_equivalents.are_used(config):
         te_equivalents.check(virtual)
     if virtual and recipe.model.moe is not None:
         assumptions.install(config, recipe.model.moe.overload)
@@ -169,7 +169,7 @@ def live_model(
 
 
 def _build(recipe: Recipe, config: TransformerConfig, virtual: bool) -> LiveModel:
-    if config.transformer_impl == "transformer_engine":
+    if te_equivalents.are_used(config):
         te_equivalents.hold_workspace()
     chunks = _build_chunks(recipe, config)
     optimizer = get_megatron_optimizer(configs.optimizer_config(recipe), chunks, use_gloo_process_groups=False)
@@ -197,11 +197,12 @@ def _set_loss_scale(optimizer: MegatronOptimizer) -> None:
 
 def _build_chunks(recipe: Recipe, config: TransformerConfig) -> list[DistributedDataParallel]:
     chunks = []
+    specs = te_layers if te_layers.are_used(config) else layers
     for chunk in range(recipe.parallelism.vpp or 1):
         vp_stage = chunk if recipe.parallelism.vpp else None
         model = GPTModel(
             config,
-            layers.block_spec(config, vp_stage),
+            specs.block_spec(config, vp_stage),
             vocab_size=recipe.model.padded_vocab_size(recipe.parallelism.tp),
             max_sequence_length=recipe.model.max_position_embeddings or recipe.training.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -210,7 +211,7 @@ def _build_chunks(recipe: Recipe, config: TransformerConfig) -> list[Distributed
             position_embedding_type=recipe.model.position_embedding_type,
             rotary_percent=recipe.model.rotary_percent,
             rotary_base=recipe.model.rotary_base,
-            mtp_block_spec=layers.mtp_spec(config, vp_stage),
+            mtp_block_spec=specs.mtp_spec(config, vp_stage),
             vp_stage=vp_stage,
         )
         if recipe.lora is not None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import megatron.core.optimizer.clip_grads as clip_grads
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu, fused_cross_entropy
 from megatron.core.optimizer import optimizer
 
@@ -89,7 +90,8 @@ def install() -> None:
     """Put the stand-ins where Megatron looks for the originals. Once per process."""
     for name in _SOFTMAX_EXTENSIONS:
         sys.modules[name] = _softmax_extension(name)
-    clip_grads.multi_tensor_applier = _multi_tensor_l2_norm
+    if not HAVE_TE:
+        clip_grads.multi_tensor_applier = _multi_tensor_l2_norm
     fused_bias_gelu.bias_gelu = lambda bias, y: torch.empty_like(y)
     fused_bias_gelu.bias_gelu_back = lambda grad, bias, y: torch.empty_like(y)
     fused_bias_swiglu.swiglu = fused_bias_swiglu.bias_swiglu = fused_bias_swiglu.weighted_swiglu = _half_width
@@ -102,5 +104,6 @@ def install() -> None:
 def fuse(megatron_optimizer: Any) -> None:
     """Have torch's optimizers inside of Megatron's take the path of one fused kernel, before their first step."""
     for part in getattr(megatron_optimizer, "chained_optimizers", [megatron_optimizer]):
-        for group in part.optimizer.param_groups if part.optimizer is not None else []:
-            group.update(fused=True, foreach=False)
+        if part.optimizer is not None and "foreach" in part.optimizer.defaults:  # torch's, not Transformer Engine's
+            for group in part.optimizer.param_groups:
+                group.update(fused=True, foreach=False)

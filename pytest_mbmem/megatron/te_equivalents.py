@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer import TransformerConfig
 
 from ..errors import UserError
 from . import layers
@@ -25,6 +27,11 @@ from . import layers
 ASSUMPTION = "Transformer Engine's attention and matrix multiplications: equivalents for memory"
 
 _workspaces: list[torch.Tensor] = []
+
+
+def are_used(config: TransformerConfig) -> bool:
+    """Whether the model asks for Transformer Engine where it is not installed."""
+    return config.transformer_impl == "transformer_engine" and not HAVE_TE
 
 
 def check(virtual: bool) -> None:

@@ -74,6 +74,7 @@ class Torch:
 
     folder: Path
     version: str
+    cuda: str  # "13.0": what it was built with
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def ensure_driver(cache: Path | None = None) -> Driver:
         return driver
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder.parent / ".lock"):
+        with locked(folder.parent / ".lock"):
             return _load(folder) or _build_into(folder, torch, compiler)
     except OSError as error:
         raise UserError(
@@ -116,8 +117,13 @@ def ensure_driver(cache: Path | None = None) -> Driver:
 
 def default_cache() -> Path:
     """The folder of this user's built drivers."""
+    return cache_folder("driver")
+
+
+def cache_folder(name: str) -> Path:
+    """Of this user, for what is built on this machine and can be built again."""
     home = os.environ.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "pytest-mbmem" / "driver"
+    return (Path(home) if home else Path.home() / ".cache") / "pytest-mbmem" / name
 
 
 # --- what is installed ------------------------------------------------------------------------------------------------
@@ -125,17 +131,20 @@ def default_cache() -> Path:
 
 def find_torch() -> Torch:
     """The installed CUDA build of torch. Raises `UserError` when there is none."""
-    folder = _package_folder("torch")
+    folder = package_folder("torch")
     install = "install one with 'pip install torch' on Linux, without a '+cpu' index"
     if folder is None:
         raise UserError(f"the virtual GPU needs a CUDA build of torch, and torch is not installed: {install}")
-    match = re.search(r"__version__\s*=\s*['\"]([^'\"]+)", (folder / "version.py").read_text())
-    version = match.group(1) if match else "unknown"
+    text = (folder / "version.py").read_text()
+    version, cuda = (
+        match.group(1) if (match := re.search(rf"^{name}\b.*=\s*['\"]([^'\"]+)", text, re.M)) else "unknown"
+        for name in ("__version__", "cuda")
+    )
     if not (folder / "lib" / "libtorch_cuda.so").exists():
         raise UserError(
             f"the virtual GPU needs a CUDA build of torch, and torch {version} in {folder} is none: {install}"
         )
-    return Torch(folder, version)
+    return Torch(folder, version, cuda)
 
 
 def find_compiler() -> list[str]:
@@ -171,7 +180,7 @@ def find_headers(cuda_major: int) -> Headers:
         if version is None or version // 1000 != cuda_major:
             continue
         # NVIDIA's runtime package leaves out the folder crt/, which Triton's and a toolkit's headers have
-        triton = _package_folder("triton")
+        triton = package_folder("triton")
         crt = [folder, *([triton / "backends" / "nvidia" / "include"] if triton else []), *candidates]
         for other in crt:
             if (other / "crt" / "host_defines.h").exists():
@@ -196,7 +205,8 @@ def _cudart_version(include: Path) -> int | None:
     return int(match.group(1)) if match and (include / "cuda.h").exists() else None
 
 
-def _package_folder(name: str) -> Path | None:
+def package_folder(name: str) -> Path | None:
+    """Where an installed package is; it is not imported."""
     spec = importlib.util.find_spec(name)
     locations = spec.submodule_search_locations if spec else None
     return Path(next(iter(locations))) if locations else None
@@ -206,7 +216,7 @@ def _shared_libraries() -> list[Path]:
     """The libraries that want something of NVIDIA's."""
     found: list[Path] = []
     for name in PACKAGES:
-        folder = _package_folder(name)
+        folder = package_folder(name)
         if folder is not None:
             found += folder.rglob("*.so") if name != "torch" else [*(folder / "lib").glob("*.so"), *folder.glob("*.so")]
             found += folder.parent.glob(f"{name}_*.so")
@@ -355,7 +365,7 @@ def _load(folder: Path) -> Driver | None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """One process at a time."""
     import fcntl  # not on every platform that this module is imported on
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -38,30 +39,52 @@ class Needs:
 
 def read_needs(path: Path) -> Needs:
     """Read a 64-bit little-endian ELF file. Raises `ValueError` for anything else."""
+    with _opened(path) as file:
+        return _needs(_File(file))
+
+
+def read_names(path: Path) -> set[str]:
+    """The dynamic symbols that a shared library defines or wants. Raises `ValueError` as `read_needs` does."""
+    with _opened(path) as opened:
+        file = _File(opened)
+        symbols = file.by_type.get(_SHT_DYNSYM)
+        return set(file.content(file.sections[symbols[6]]).decode().split("\0")) if symbols else set()
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Errors name the file."""
     with path.open("rb") as file:
         try:
-            return _read(file)
+            yield file
         except (struct.error, IndexError) as error:
             raise ValueError(f"{path}: damaged ELF file ({error})") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
 
-def _read(file: BinaryIO) -> Needs:
-    header = file.read(64)
-    if header[:6] != b"\x7fELF\x02\x01":
-        raise ValueError("not a 64-bit little-endian ELF file")
-    (table,) = struct.unpack_from("<Q", header, 40)
-    entry_size, count = struct.unpack_from("<HH", header, 58)
-    file.seek(table)
-    raw = file.read(entry_size * count)
-    sections = [_SECTION.unpack_from(raw, i * entry_size) for i in range(count)]
+class _File:
+    """The table of an ELF file's sections."""
 
-    def content(section: tuple[int, ...]) -> bytes:
-        file.seek(section[4])
-        return file.read(section[5])
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        header = file.read(64)
+        if header[:6] != b"\x7fELF\x02\x01":
+            raise ValueError("not a 64-bit little-endian ELF file")
+        (table,) = struct.unpack_from("<Q", header, 40)
+        entry_size, count = struct.unpack_from("<HH", header, 58)
+        file.seek(table)
+        raw = file.read(entry_size * count)
+        self.sections = [_SECTION.unpack_from(raw, i * entry_size) for i in range(count)]
+        self.by_type = {section[1]: section for section in self.sections}
 
-    by_type = {section[1]: section for section in sections}
+    def content(self, section: tuple[int, ...]) -> bytes:
+        self._file.seek(section[4])
+        return self._file.read(section[5])
+
+
+def _needs(file: _File) -> Needs:
+    sections, by_type, content = file.sections, file.by_type, file.content
     if _SHT_DYNAMIC not in by_type or _SHT_DYNSYM not in by_type:
         return Needs((), ())
     dynamic, symbols = by_type[_SHT_DYNAMIC], by_type[_SHT_DYNSYM]

@@ -165,7 +165,7 @@ def test_another_torch_or_source_has_a_driver_of_its_own(tmp_path, driver, monke
     compiler = build.find_compiler()
     known = build._fingerprint(torch, compiler)
     assert build._fingerprint(torch, [*compiler, "-O2"]) != known
-    assert build._fingerprint(build.Torch(torch.folder, "0.0"), compiler) != known
+    assert build._fingerprint(build.Torch(torch.folder, "0.0", torch.cuda), compiler) != known
     (tmp_path / "new.c").write_text("")
     monkeypatch.setattr(build, "SOURCES", tmp_path)
     assert build._fingerprint(torch, compiler) != known
@@ -211,7 +211,7 @@ def packages(monkeypatch, tmp_path):
     def find(name: str) -> Path | None:
         return tmp_path / name if (tmp_path / name).exists() else None
 
-    monkeypatch.setattr(build, "_package_folder", find)
+    monkeypatch.setattr(build, "package_folder", find)
     return tmp_path
 
 
