@@ -56,11 +56,12 @@ class Launcher(Workers):
 
     def command_environment(self) -> dict[str, str]:
         """The environment of a process that sees the virtual GPU."""
-        preload = [ensure_driver().preload, os.environ.get("LD_PRELOAD", "")]
+        driver = ensure_driver()
         return {
             **super().command_environment(),
             **virtual_gpu.environment(self.gpu, self.count),
-            "LD_PRELOAD": ":".join(filter(None, preload)),
+            **driver.environment,
+            "LD_PRELOAD": ":".join(filter(None, (driver.preload, os.environ.get("LD_PRELOAD", "")))),
         }
 
     def measure(

@@ -56,6 +56,10 @@ SILENT = ("nvidia-ml", "cupti")
 PACKAGES = ("torch", "transformer_engine")
 
 
+# Where Transformer Engine (to 2.20) looks for a library, and Triton for libcuda.
+LIBRARY_FOLDERS = ("CUDNN_HOME", "NVRTC_HOME", "CURAND_HOME", "TRITON_LIBCUDA_PATH")
+
+
 @dataclass(frozen=True)
 class Driver:
     """A built driver: the libraries to put in front of torch's."""
@@ -66,6 +70,13 @@ class Driver:
     def preload(self) -> str:
         """The value of LD_PRELOAD."""
         return ":".join(map(str, self.libraries))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of a process that runs on it."""
+        folder = str(self.libraries[0].parent)
+        # Transformer Engine and Triton look for these libraries in files, and take the first of these folders.
+        return {"LD_PRELOAD": self.preload, **dict.fromkeys(LIBRARY_FOLDERS, folder)}
 
 
 @dataclass(frozen=True)

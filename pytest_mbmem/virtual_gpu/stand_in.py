@@ -54,7 +54,7 @@ class StandIns:
         """
         described = environment(self.gpu, self.count)
         del described["CUDA_VISIBLE_DEVICES"]
-        return {**described, **self.staged, "LD_PRELOAD": ensure_driver().preload}
+        return {**described, **self.staged, **ensure_driver().environment}
 
     def load_nvml(self) -> None:
         """Have them in the NVML of this process, which pynvml opens by name. Of no effect where they already are.
