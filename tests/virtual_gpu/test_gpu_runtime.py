@@ -182,19 +182,6 @@ result = [elapsed, b.query(), order]
     assert order == "refused"
 
 
-def test_capturing_a_graph_is_refused_by_name(on_gpu):
-    message, after = on_gpu("""
-x = torch.zeros(3, device="cuda")
-try:
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        x + 1
-except RuntimeError as error:
-    result = [str(error), (x + 1).shape[0]]
-""")
-    assert "operation not supported" in message
-    assert after == 3
-
-
 def test_errors_are_kept_per_thread_until_asked_for(on_gpu):
     assert on_gpu("""
 from ctypes import CDLL, c_char_p, c_void_p

@@ -109,11 +109,20 @@ CUresult cuCtxGetDevice(CUdevice *device) {
     *device = vgpu_current_device();
     return vgpu_has_context(*device) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
+/* Triton's launcher is linked against these. It would size a buffer with them for what its kernels print. */
+CUresult cuCtxGetLimit(size_t *value, CUlimit limit) {
+    (void)value, (void)limit;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
+CUresult cuCtxSetLimit(CUlimit limit, size_t value) {
+    (void)limit, (void)value;
+    return CUDA_ERROR_NOT_SUPPORTED;
+}
 CUresult cuCtxSynchronize(void) {
     int device = vgpu_enter();
-    if (device < 0) return CUDA_ERROR_NO_DEVICE;
-    vgpu_synchronize(device);
-    return CUDA_SUCCESS;
+    int status = device < 0 ? VGPU_NO_DEVICE : vgpu_ask_device(device);
+    if (status == VGPU_SUCCESS) vgpu_synchronize(device);
+    return (CUresult)status;
 }
 
 /* --- memory ------------------------------------------------------------------------------------------------------------ */
@@ -136,7 +145,10 @@ CUresult cuMemAlloc(CUdeviceptr *pointer, size_t bytes) {
     *pointer = address;
     return (CUresult)status;
 }
-CUresult cuMemFree(CUdeviceptr pointer) { return (CUresult)vgpu_free(pointer); }
+CUresult cuMemFree(CUdeviceptr pointer) {
+    int status = vgpu_unsafe();
+    return (CUresult)(status ? status : vgpu_free(pointer));
+}
 CUresult cuMemGetAddressRange(CUdeviceptr *start, size_t *bytes, CUdeviceptr pointer) {
     vgpu_pointer found = vgpu_find(pointer);
     if (found.kind == VGPU_UNKNOWN) return CUDA_ERROR_NOT_FOUND;
@@ -166,46 +178,43 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute attribute, CUdev
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
-    return (CUresult)vgpu_copy((void *)to, (const void *)from, bytes);
-}
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-    (void)stream;
-    return cuMemcpy(to, from, bytes);
+    return (CUresult)vgpu_do(stream, (vgpu_work){.kind = VGPU_COPY, .to = (void *)to, .to_pitch = bytes,
+                                                 .from = (const void *)from, .from_pitch = bytes, .width = bytes,
+                                                 .height = 1});
+}
+CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+    int status = vgpu_unsafe();
+    return status ? (CUresult)status : cuMemcpyAsync(to, from, bytes, NULL);
 }
 CUresult cuMemcpyHtoD(CUdeviceptr to, const void *from, size_t bytes) { return cuMemcpy(to, (CUdeviceptr)from, bytes); }
 CUresult cuMemcpyDtoH(void *to, CUdeviceptr from, size_t bytes) { return cuMemcpy((CUdeviceptr)to, from, bytes); }
 CUresult cuMemcpyDtoD(CUdeviceptr to, CUdeviceptr from, size_t bytes) { return cuMemcpy(to, from, bytes); }
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream stream) {
-    (void)stream;
-    return cuMemcpyHtoD(to, from, bytes);
+    return cuMemcpyAsync(to, (CUdeviceptr)from, bytes, stream);
 }
 CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream stream) {
-    (void)stream;
-    return cuMemcpyDtoH(to, from, bytes);
+    return cuMemcpyAsync((CUdeviceptr)to, from, bytes, stream);
 }
 CUresult cuMemcpyDtoDAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
-    (void)stream;
-    return cuMemcpy(to, from, bytes);
+    return cuMemcpyAsync(to, from, bytes, stream);
 }
-CUresult cuMemsetD8(CUdeviceptr to, unsigned char value, size_t count) {
-    return (CUresult)vgpu_fill((void *)to, value, 1, count);
+static CUresult fill(CUdeviceptr to, uint32_t pattern, int pattern_bytes, size_t count, CUstream stream) {
+    return (CUresult)vgpu_do(stream, (vgpu_work){.kind = VGPU_FILL, .to = (void *)to, .pattern = pattern,
+                                                 .pattern_bytes = pattern_bytes, .width = count});
 }
-CUresult cuMemsetD32(CUdeviceptr to, unsigned int value, size_t count) {
-    return (CUresult)vgpu_fill((void *)to, value, 4, count);
-}
+CUresult cuMemsetD8(CUdeviceptr to, unsigned char value, size_t count) { return fill(to, value, 1, count, NULL); }
+CUresult cuMemsetD32(CUdeviceptr to, unsigned int value, size_t count) { return fill(to, value, 4, count, NULL); }
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream) {
-    (void)stream;
-    return cuMemsetD8(to, value, count);
+    return fill(to, value, 1, count, stream);
 }
 CUresult cuMemsetD32Async(CUdeviceptr to, unsigned int value, size_t count, CUstream stream) {
-    (void)stream;
-    return cuMemsetD32(to, value, count);
+    return fill(to, value, 4, count, stream);
 }
 /* A flag in device memory that other GPUs or the host poll. */
 CUresult cuStreamWriteValue32(CUstream stream, CUdeviceptr to, cuuint32_t value, unsigned int flags) {
-    (void)stream, (void)flags;
-    return cuMemsetD32(to, value, 1);
+    (void)flags;
+    return fill(to, value, 4, 1, stream);
 }
 
 /* --- virtual memory management: what expandable segments are made of ------------------------------------------------- */
@@ -271,21 +280,20 @@ CUresult cuStreamDestroy(CUstream stream) {
     vgpu_stream_destroy((vgpu_stream *)stream);
     return CUDA_SUCCESS;
 }
+CUresult cuStreamQuery(CUstream stream) { return (CUresult)vgpu_ask_stream(stream); }
 CUresult cuStreamSynchronize(CUstream stream) {
-    vgpu_synchronize(vgpu_stream_of(stream).device);
-    return CUDA_SUCCESS;
-}
-CUresult cuStreamQuery(CUstream stream) {
-    (void)stream;
-    return CUDA_SUCCESS;
+    CUresult status = cuStreamQuery(stream);
+    if (status == CUDA_SUCCESS) vgpu_synchronize(vgpu_stream_of(stream).device);
+    return status;
 }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int flags) {
-    (void)stream, (void)event, (void)flags;
-    return CUDA_SUCCESS;
+    if (flags & CU_EVENT_WAIT_EXTERNAL) return (CUresult)vgpu_do(stream, (vgpu_work){.kind = VGPU_WAIT});
+    return (CUresult)vgpu_stream_wait(stream, (vgpu_event *)event);
 }
 CUresult cuStreamIsCapturing(CUstream stream, CUstreamCaptureStatus *status) {
-    (void)stream;
-    *status = CU_STREAM_CAPTURE_STATUS_NONE;
+    uint64_t id;
+    vgpu_graph *graph;
+    *status = (CUstreamCaptureStatus)vgpu_capture_status(stream, &id, &graph);
     return CUDA_SUCCESS;
 }
 CUresult cuStreamGetCtx(CUstream stream, CUcontext *context) {
@@ -297,10 +305,9 @@ CUresult cuEventCreate(CUevent *event, unsigned int flags) {
 }
 CUresult cuEventDestroy(CUevent event) { return (CUresult)vgpu_event_destroy((vgpu_event *)event); }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
-    (void)stream;
-    return (CUresult)vgpu_event_record((vgpu_event *)event);
+    return (CUresult)vgpu_event_record((vgpu_event *)event, stream);
 }
-CUresult cuEventQuery(CUevent event) { return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_HANDLE; }
+CUresult cuEventQuery(CUevent event) { return (CUresult)vgpu_ask_event((vgpu_event *)event); }
 CUresult cuEventSynchronize(CUevent event) { return cuEventQuery(event); }
 CUresult cuEventElapsedTime(float *milliseconds, CUevent start, CUevent end) {
     return (CUresult)vgpu_event_elapsed((vgpu_event *)start, (vgpu_event *)end, milliseconds);
@@ -350,12 +357,12 @@ CUresult cuLaunchKernel(CUfunction function, unsigned int grid_x, unsigned int g
                         unsigned int block_x, unsigned int block_y, unsigned int block_z, unsigned int shared_bytes,
                         CUstream stream, void **arguments, void **extra) {
     (void)function, (void)grid_x, (void)grid_y, (void)grid_z, (void)block_x, (void)block_y, (void)block_z;
-    (void)shared_bytes, (void)stream, (void)arguments, (void)extra;
-    return (CUresult)vgpu_launch();
+    (void)shared_bytes, (void)arguments, (void)extra;
+    return (CUresult)vgpu_do(stream, (vgpu_work){.kind = VGPU_KERNEL});
 }
 CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra) {
-    (void)config, (void)function, (void)arguments, (void)extra;
-    return (CUresult)vgpu_launch();
+    (void)function, (void)arguments, (void)extra;
+    return (CUresult)vgpu_do(config->hStream, (vgpu_work){.kind = VGPU_KERNEL});
 }
 CUresult cuLaunchCooperativeKernel(CUfunction function, unsigned int grid_x, unsigned int grid_y, unsigned int grid_z,
                                    unsigned int block_x, unsigned int block_y, unsigned int block_z,

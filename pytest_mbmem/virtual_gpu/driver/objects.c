@@ -1,4 +1,5 @@
-/* Contexts, streams, events and kernel launches: everything is done at once and in the order of the calls. */
+/* Contexts, streams, events and kernel launches: everything is done at once and in the order of the calls, except where
+ * a stream captures (capture.c). */
 #include "virtual_gpu.h"
 
 #include <stdio.h>
@@ -46,7 +47,8 @@ int vgpu_stream_create(unsigned flags, int priority, vgpu_stream **stream) {
     if (!stream) return VGPU_INVALID_VALUE;
     *stream = malloc(sizeof **stream);
     if (!*stream) abort();
-    **stream = (vgpu_stream){device, priority, flags, __atomic_add_fetch(&last_stream_id, 1, __ATOMIC_RELAXED)};
+    uint64_t id = __atomic_add_fetch(&last_stream_id, 1, __ATOMIC_RELAXED);
+    **stream = (vgpu_stream){.device = device, .priority = priority, .flags = flags, .id = id};
     return VGPU_SUCCESS;
 }
 
@@ -56,7 +58,7 @@ void vgpu_stream_destroy(vgpu_stream *stream) {
 
 vgpu_stream vgpu_stream_of(void *handle) {
     uintptr_t value = (uintptr_t)handle; /* NULL, 1 (legacy) and 2 (per thread) are the default streams */
-    return value > 2 ? *(vgpu_stream *)handle : (vgpu_stream){current_device, 0, 0, value};
+    return value > 2 ? *(vgpu_stream *)handle : (vgpu_stream){.device = current_device, .id = value};
 }
 
 int vgpu_event_create(int timed, vgpu_event **event) {
@@ -65,7 +67,7 @@ int vgpu_event_create(int timed, vgpu_event **event) {
     if (!event) return VGPU_INVALID_VALUE;
     *event = malloc(sizeof **event);
     if (!*event) abort();
-    **event = (vgpu_event){device, timed, 0};
+    **event = (vgpu_event){.device = device, .timed = timed};
     return VGPU_SUCCESS;
 }
 
@@ -74,15 +76,10 @@ int vgpu_event_destroy(vgpu_event *event) {
     return event ? VGPU_SUCCESS : VGPU_INVALID_HANDLE;
 }
 
-int vgpu_event_record(vgpu_event *event) {
-    if (!event) return VGPU_INVALID_HANDLE;
-    event->recorded = 1;
-    return VGPU_SUCCESS;
-}
-
 int vgpu_event_elapsed(const vgpu_event *start, const vgpu_event *end, float *milliseconds) {
     if (!start || !end || !start->timed || !end->timed || !start->recorded || !end->recorded)
         return VGPU_INVALID_HANDLE;
+    if (start->capture || end->capture) return VGPU_CAPTURED_EVENT;
     if (!milliseconds) return VGPU_INVALID_VALUE;
     *milliseconds = vgpu_next_elapsed();
     return VGPU_SUCCESS;

@@ -1,6 +1,6 @@
 /* The one place that holds what the virtual GPUs of this process are and hold.
  *
- * libvirtual_gpu.so (config.c, memory.c, objects.c, staged.c) owns all state. libcudart, libcuda and libnvidia-ml are thin: each
+ * libvirtual_gpu.so (config.c, memory.c, objects.c, capture.c, staged.c) owns all state. libcudart, libcuda and libnvidia-ml are thin: each
  * translates its own interface into the calls below. Every status is a number that the CUDA runtime and the driver API
  * share (0 success, 1 invalid value, 2 out of memory, ...), so both pass it on unchanged.
  */
@@ -22,12 +22,22 @@ enum vgpu_status {
     VGPU_INVALID_DEVICE = 101,
     VGPU_INVALID_CONTEXT = 201,
     VGPU_INVALID_HANDLE = 400,
+    VGPU_ILLEGAL_STATE = 401,
     VGPU_NOT_FOUND = 500,
     VGPU_PEER_ALREADY_ENABLED = 704,
     VGPU_PEER_NOT_ENABLED = 705,
     VGPU_HOST_ALREADY_REGISTERED = 712,
     VGPU_HOST_NOT_REGISTERED = 713,
     VGPU_NOT_SUPPORTED = 801,
+    VGPU_CAPTURE_UNSUPPORTED = 900,
+    VGPU_CAPTURE_INVALIDATED = 901,
+    VGPU_CAPTURE_MERGE = 902,
+    VGPU_CAPTURE_UNMATCHED = 903,
+    VGPU_CAPTURE_UNJOINED = 904,
+    VGPU_CAPTURE_ISOLATION = 905,
+    VGPU_CAPTURE_IMPLICIT = 906,
+    VGPU_CAPTURED_EVENT = 907,
+    VGPU_CAPTURE_WRONG_THREAD = 908,
 };
 
 /* --- staged.c: what tests stage so that virtual GPUs can stand in for real ones ------------------------------------ */
@@ -153,6 +163,7 @@ typedef struct { /* counters.py reads this structure: keep both in step */
     uint64_t bytes_used, bytes_peak;                 /* without the context */
     uint64_t zero_reads; /* copies to the host that brought zeros alone: most likely what a kernel would have computed */
     uint64_t bytes_to_host, bytes_to_device;         /* that copies moved between the device and host memory */
+    uint64_t unanswered_reads; /* copies to the host that no answer was given for, whatever they brought */
 } vgpu_counters;
 int vgpu_read_counters(int device, vgpu_counters *counters);
 
@@ -161,6 +172,11 @@ int vgpu_read_counters(int device, vgpu_counters *counters);
 void vgpu_answer_read(const void *from, const void *bytes, uint64_t count);
 uint64_t vgpu_answers_left(void);  /* given and not yet taken */
 void vgpu_forget_answers(void);
+
+/* Have this called after every copy to the host that no answer was given for, with its bytes, on the thread that asked
+ * for the copy; NULL: nothing any more. */
+typedef void (*vgpu_on_read)(uint64_t bytes);
+void vgpu_tell_reads(vgpu_on_read call);
 
 /* --- objects.c: the calling thread's device, streams, events, kernels --------------------------------------------- */
 
@@ -178,22 +194,66 @@ typedef struct {
     int device, priority;
     unsigned flags;
     uint64_t id;
+    uint64_t capture; /* the last one that it was in; 0: none */
+    int member;       /* its number among the streams of that capture */
 } vgpu_stream;
 int vgpu_stream_create(unsigned flags, int priority, vgpu_stream **stream);
 void vgpu_stream_destroy(vgpu_stream *stream);
 vgpu_stream vgpu_stream_of(void *handle); /* takes the default streams' handles too */
 
+#define VGPU_CAPTURE_STREAMS 64
 typedef struct {
     int device, timed, recorded;
+    uint64_t capture;                      /* that it was last recorded in; 0: in none */
+    uint32_t before[VGPU_CAPTURE_STREAMS]; /* how much of each of its streams' work then came before it */
 } vgpu_event;
 int vgpu_event_create(int timed, vgpu_event **event);
 int vgpu_event_destroy(vgpu_event *event);
-int vgpu_event_record(vgpu_event *event);
 int vgpu_event_elapsed(const vgpu_event *start, const vgpu_event *end, float *milliseconds);
 
 int vgpu_launch(void); /* count a kernel on the current device; it computes nothing */
 uint64_t vgpu_launches(int device);
 int vgpu_occupancy(int threads_per_block, uint64_t shared_bytes); /* blocks per SM */
+
+/* --- capture.c: CUDA graphs; streams are handles, those of the default streams included ------------------------------ */
+
+enum vgpu_work_kind { VGPU_KERNEL, VGPU_COPY, VGPU_FILL, VGPU_CALL, VGPU_RECORD, VGPU_WAIT };
+typedef struct { /* what a stream is given to do; the fields that its kind uses */
+    enum vgpu_work_kind kind;
+    void *to;         /* memory to write, the function's argument, or the event to record */
+    const void *from; /* memory to read */
+    uint64_t to_pitch, from_pitch, width, height; /* of a copy; a fill has `width` patterns */
+    uint32_t pattern;
+    int pattern_bytes;
+    void (*function)(void *argument); /* of the host */
+} vgpu_work;
+int vgpu_do(void *stream, vgpu_work work); /* now, or at each launch of the graph that the stream captures */
+
+typedef struct vgpu_graph vgpu_graph;
+vgpu_graph *vgpu_graph_retain(vgpu_graph *graph);
+void vgpu_graph_release(vgpu_graph *graph);
+uint64_t vgpu_graph_size(const vgpu_graph *graph); /* pieces of work */
+int vgpu_graph_launch(const vgpu_graph *graph, void *stream);
+
+typedef struct vgpu_user_object vgpu_user_object;
+vgpu_user_object *vgpu_user_object_create(void *data, void (*destroy)(void *), uint64_t references);
+void vgpu_user_object_release(vgpu_user_object *object, uint64_t references);
+/* `moved`: the graph takes the references from the caller instead of adding them. */
+void vgpu_graph_hold(vgpu_graph *graph, vgpu_user_object *object, uint64_t references, int moved);
+
+/* Modes and statuses are numbered as CUDA's. */
+int vgpu_capture_begin(void *stream, int mode);
+int vgpu_capture_end(void *stream, vgpu_graph **graph); /* which the caller releases */
+int vgpu_capture_status(void *stream, uint64_t *id, vgpu_graph **graph);
+int vgpu_exchange_capture_mode(int *mode); /* of the calling thread */
+
+/* Each fails, and makes captures invalid, where CUDA forbids the call while they are under way. */
+int vgpu_unsafe(void); /* before what CUDA calls potentially unsafe */
+int vgpu_ask_stream(void *stream); /* whether all is done, or to wait for it */
+int vgpu_ask_device(int device);
+int vgpu_ask_event(const vgpu_event *event);
+int vgpu_event_record(vgpu_event *event, void *stream);
+int vgpu_stream_wait(void *stream, const vgpu_event *event);
 
 /* Say once on stderr what a virtual GPU cannot do, and return VGPU_NOT_SUPPORTED. */
 int vgpu_unsupported(const char *what);
