@@ -56,12 +56,14 @@ FailureKind = Literal[
     "disturbed",
     "refused",
     "no effect",
+    "unanswered read",
     "not finite",
     "skipped step",
 ]
 """Lost peer: ended because another rank of its job did. Disturbed: something else used the GPU, so no figure can be
 trusted. Refused: Megatron Core or PyTorch does not take the settings. No effect: a setting that was asked for changed
-nothing. Not finite, skipped step: of runs whose numbers are real."""
+nothing. Unanswered read: the host read from a virtual GPU what a kernel would have computed. Not finite, skipped step:
+of runs whose numbers are real."""
 
 Mode = Literal["solo", "joint"]
 """Solo: each rank alone, and nobody answers its collectives. Joint: all ranks of the job at once, as in training."""

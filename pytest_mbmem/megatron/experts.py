@@ -66,7 +66,8 @@ class _GroupedMatmul(torch.autograd.Function):
             output = tokens.new_empty(tokens.size(0), weight.size(1))
             for rows, expert, out in zip(tokens.split(sizes), weight, output.split(sizes), strict=True):
                 torch.mm(rows, expert.t(), out=out)
-        ctx.save_for_backward(tokens, weight, ends)
+        # Tokens are kept for the weights' gradient alone, as Transformer Engine does: none where weights are frozen.
+        ctx.save_for_backward(tokens if weight.requires_grad else None, weight, ends)
         return output
 
     @staticmethod
@@ -78,7 +79,7 @@ class _GroupedMatmul(torch.autograd.Function):
             if ends is not None:
                 token_grad = F.grouped_mm(grad, weight, offs=ends)
             else:
-                token_grad = torch.empty_like(tokens)
+                token_grad = grad.new_empty(grad.size(0), weight.size(2))
                 for rows, expert, out in zip(grad.split(ctx.sizes), weight, token_grad.split(ctx.sizes), strict=True):
                     torch.mm(rows, expert, out=out)
         if ctx.needs_input_grad[1]:

@@ -46,7 +46,7 @@ DEVICE = "mbmem_device"
 REVISION = "mbmem_revision"
 """The property of a suite for the revision of the code under test."""
 
-_BROKEN = ("invalid", "refused", "error", "died", "timeout", "lost peer", "disturbed")
+_BROKEN = ("invalid", "refused", "error", "died", "timeout", "lost peer", "disturbed", "unanswered read")
 """Verdicts and kinds of failures that say nothing about memory."""
 
 _MOST_ATTACHMENTS = 20

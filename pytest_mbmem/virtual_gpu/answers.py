@@ -20,44 +20,45 @@ class UnmetAssumption(RuntimeError):
 
 
 @cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL(None)
-    driver.vgpu_answer_read.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64]
-    driver.vgpu_answer_read.restype = driver.vgpu_forget_answers.restype = None
-    driver.vgpu_answers_left.restype = ctypes.c_uint64
-    return driver
+def driver() -> ctypes.CDLL:
+    """The driver's functions that `driver/virtual_gpu.h` declares, in this process."""
+    library = ctypes.CDLL(None)
+    library.vgpu_answer_read.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint64]
+    library.vgpu_answer_read.restype = library.vgpu_forget_answers.restype = library.vgpu_tell_reads.restype = None
+    library.vgpu_answers_left.restype = ctypes.c_uint64
+    return library
 
 
 def answer_read(value: bytes, address: int | None = None) -> None:
     """The next copy of `len(value)` bytes from this device address (None: from any) to the host brings `value`."""
-    _driver().vgpu_answer_read(address, value, len(value))
+    driver().vgpu_answer_read(address, value, len(value))
 
 
 def answers_left() -> int:
     """Answers that were given and not taken yet."""
-    return int(_driver().vgpu_answers_left())
+    return int(driver().vgpu_answers_left())
 
 
 def forget_answers() -> None:
     """Drop the answers that are left."""
-    _driver().vgpu_forget_answers()
+    driver().vgpu_forget_answers()
 
 
 @contextmanager
 def exactly_taken(what: str) -> Iterator[None]:
-    """All answers given within are taken within, and no other read brings zeros. Does not nest.
+    """All answers given within are taken within, and nothing else is read. Does not nest.
 
     Args:
         what: the code that reads, for the message of `UnmetAssumption`.
     """
-    zeros = read_counters().zero_reads
+    reads = read_counters().unanswered_reads
     try:
         yield
-        left, zeros = answers_left(), read_counters().zero_reads - zeros
+        left, reads = answers_left(), read_counters().unanswered_reads - reads
     finally:
         forget_answers()
-    if left or zeros:
+    if left or reads:
         raise UnmetAssumption(
-            f"{what} read other values from the device than known: {left} answers were not taken and {zeros} reads "
+            f"{what} read other values from the device than known: {left} answers were not taken and {reads} reads "
             "had none; the installed torch or megatron-core is not supported here"
         )

@@ -9,14 +9,16 @@ recomputation too. A read that these places do not know is an error (`UnmetAssum
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import router
-from megatron.core.transformer.moe.moe_utils import get_capacity
+from megatron.core.transformer.moe.moe_utils import get_align_size_for_quantization, get_capacity
 from megatron.core.transformer.moe.token_dispatcher import (
     MoEAllGatherTokenDispatcher,
     MoEAlltoAllTokenDispatcher,
@@ -24,7 +26,7 @@ from megatron.core.transformer.moe.token_dispatcher import (
 )
 
 from .answers import answer_read, exactly_taken
-from .routing import SINKHORN_ITERATIONS, tokens_sent
+from .routing import SINKHORN_ITERATIONS, padded, tokens_sent
 
 
 def install(config: TransformerConfig, overload: float = 1.0) -> None:
@@ -52,6 +54,10 @@ def _patch() -> None:
     _wrap(torch.Tensor, "masked_select", _masked_select)
     # reads in each iteration whether the error is still above the tolerance
     _wrap(router, "sinkhorn", _sinkhorn)
+    if HAVE_TE:
+        # measures how long each configuration of a kernel takes: of the fused permutation's (Triton 3.4 to 3.8)
+        Autotuner = importlib.import_module("triton.runtime.autotuner").Autotuner
+        Autotuner._bench = _equally_fast
 
 
 def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
@@ -70,7 +76,10 @@ def _sent(dispatcher: MoETokenDispatcher, tokens: int) -> list[int]:
     experts, topk, factor = config.num_moe_experts, config.moe_router_topk, config.moe_expert_capacity_factor
     capacity = None if factor is None else get_capacity(tokens * topk, experts, factor)
     overload = getattr(config, "assumed_overload", 1.0)
-    return tokens_sent(tokens, topk, experts, dispatcher.ep_size, overload=overload, capacity=capacity)
+    sent = tokens_sent(tokens, topk, experts, dispatcher.ep_size, overload=overload, capacity=capacity)
+    if config.moe_router_padding_for_quantization:
+        sent = padded(sent, tokens, get_align_size_for_quantization(config))
+    return sent
 
 
 def _bytes(values: list[int], dtype: torch.dtype) -> bytes:
@@ -146,3 +155,10 @@ def _sinkhorn(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         for iteration in range(SINKHORN_ITERATIONS):
             answer_read(_bytes([iteration + 1 < SINKHORN_ITERATIONS], torch.bool))
         return original(*args, **kwargs)
+
+
+def _equally_fast(self: Any, *args: Any, **kwargs: Any) -> list[float]:
+    """A configuration's times, which nobody can measure here: the first one is taken. The benchmark's buffer is real:
+    in the first step it stays in the allocator's cache."""
+    importlib.import_module("triton.runtime").driver.active.get_empty_cache_for_benchmark()
+    return [1.0, 1.0, 1.0]

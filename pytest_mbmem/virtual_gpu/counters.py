@@ -21,6 +21,7 @@ class Counters:
     zero_reads: int  # copies to the host that brought zeros alone: most likely what a kernel would have computed
     bytes_to_host: int  # that copies moved from the device
     bytes_to_device: int
+    unanswered_reads: int  # copies to the host that no answer was given for, whatever they brought
 
 
 class _Counters(ctypes.Structure):  # vgpu_counters in driver/virtual_gpu.h

@@ -15,6 +15,9 @@ from math import ceil
 
 from ..recipe import Recipe
 
+_PADDING = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
+"""Megatron's settings that pad what each expert receives to the sizes that products in FP8 need."""
+
 SINKHORN_ITERATIONS = 2
 """From the second on, every iteration holds the same. How many there are depends on values that nobody computes."""
 
@@ -41,6 +44,11 @@ def tokens_sent(
     return counts if capacity is None else [min(count, capacity) for count in counts]
 
 
+def padded(sent: Sequence[int], tokens: int, multiple: int) -> list[int]:
+    """`sent` with more of the rank's `tokens` for each expert, up to a multiple (Megatron's `pad_routing_map`)."""
+    return [min(tokens, -(-count // multiple) * multiple) for count in sent]
+
+
 def _evenly(total: int, parts: int) -> list[int]:
     return [total // parts + (part < total % parts) for part in range(parts)]
 
@@ -59,6 +67,8 @@ def shares(recipe: Recipe) -> Sequence[tuple[int, ...]]:
     if moe.moe_expert_capacity_factor is not None:
         limit = capacity(tokens * moe.moe_router_topk, moe.num_moe_experts, moe.moe_expert_capacity_factor)
         sent = [limit if moe.moe_pad_expert_input_to_capacity else min(count, limit) for count in sent]
+    if any(recipe.megatron.get(name) for name in _PADDING) and not moe.moe_pad_expert_input_to_capacity:
+        sent = padded(sent, tokens, 32 if recipe.megatron.get("fp8_recipe") == "mxfp8" else 16)
     local = moe.num_moe_experts // split.ep
     return tuple(tuple(sent[first : first + local]) for first in range(0, len(sent), local))
 
@@ -79,4 +89,8 @@ def assumptions(recipe: Recipe) -> tuple[str, ...]:
         stated = [f"routing: {first}, the others share the rest equally"]
     if moe.moe_router_load_balancing_type == "sinkhorn":
         stated.append(f"sinkhorn balancing ends after {SINKHORN_ITERATIONS} iterations, and more hold no more memory")
+    if recipe.megatron.get("moe_permute_fusion"):
+        stated.append(
+            "fused permutation: of each kernel's configurations, which Triton times in the first step, the first"
+        )
     return tuple(stated)

@@ -75,6 +75,25 @@ def test_a_grouped_product_holds_its_results_alone(precision: str) -> None:
     assert [g.shape for g in grads] == [g.shape for g in first] == [tokens.shape, weight.shape]
 
 
+@pytest.mark.usefixtures("megatron_model")
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_tokens_are_kept_for_the_gradient_of_weights_alone(frozen: bool) -> None:
+    torch = pytest.importorskip("torch")
+    from pytest_mbmem.megatron import experts
+
+    leaf = torch.empty(1024, 512, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    weight = torch.empty(4, 256, 512, dtype=torch.bfloat16, device="cuda", requires_grad=not frozen)
+    before = torch.cuda.memory_allocated()
+    tokens = leaf * 1
+    result = experts._GroupedMatmul.apply(tokens, weight, [256] * 4)
+    del tokens
+    kept = torch.cuda.memory_allocated() - before
+    ends = 512
+    assert kept == result.nbytes + ends + (0 if frozen else leaf.nbytes)
+    (gradient,) = torch.autograd.grad(result, leaf, torch.empty_like(result))
+    assert gradient.shape == leaf.shape
+
+
 @pytest.mark.parametrize("recipe", [RECIPE, GROUPED], ids=["sequential", "grouped"])
 def test_experts_have_the_parameters_of_their_recipe(megatron_model, recipe: Recipe) -> None:
     live = megatron_model(recipe)

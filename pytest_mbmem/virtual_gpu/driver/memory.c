@@ -630,7 +630,12 @@ void vgpu_forget_answers(void) {
     unlock_all();
 }
 
-static int copy_locked(uint64_t to, uint64_t from, uint64_t bytes, uint64_t transfer) {
+static vgpu_on_read on_read;
+
+void vgpu_tell_reads(vgpu_on_read call) { __atomic_store_n(&on_read, call, __ATOMIC_RELEASE); }
+
+/* `unanswered` counts the copies to the host that nobody gave an answer for. */
+static int copy_locked(uint64_t to, uint64_t from, uint64_t bytes, uint64_t transfer, uint64_t *unanswered) {
     int to_device = on_device(to), from_device = on_device(from);
     if ((to_device && !is_live(to, bytes)) || (from_device && !is_live(from, bytes))) return VGPU_INVALID_VALUE;
     if (to_device && !from_device) device_at(to)->counters.bytes_to_device += bytes;
@@ -641,7 +646,10 @@ static int copy_locked(uint64_t to, uint64_t from, uint64_t bytes, uint64_t tran
         if (!take_answer(to, from, bytes)) {
             device_to_host(to, from, bytes);
             int device = vgpu_current_device();
-            if (all_zero((const unsigned char *)to, bytes)) devices[device < 0 ? 0 : device].counters.zero_reads++;
+            struct device *d = &devices[device < 0 ? 0 : device];
+            d->counters.unanswered_reads++;
+            if (all_zero((const unsigned char *)to, bytes)) d->counters.zero_reads++;
+            ++*unanswered;
         }
     } else if (transfer > VGPU_CARRIED_BYTES || !window_of(to)->written ||
                (from_device && !any_written(from, bytes))) {
@@ -661,10 +669,14 @@ int vgpu_copy_2d(void *to, uint64_t to_pitch, const void *from, uint64_t from_pi
     if (width == 0 || height == 0) return VGPU_SUCCESS;
     if (!to || !from || width > to_pitch || width > from_pitch) return VGPU_INVALID_VALUE;
     int status = VGPU_SUCCESS;
+    uint64_t unanswered = 0;
     lock_all();
     for (uint64_t row = 0; row < height && status == VGPU_SUCCESS; row++)
-        status = copy_locked((uint64_t)to + row * to_pitch, (uint64_t)from + row * from_pitch, width, width * height);
+        status = copy_locked((uint64_t)to + row * to_pitch, (uint64_t)from + row * from_pitch, width, width * height,
+                             &unanswered);
     unlock_all();
+    vgpu_on_read call = __atomic_load_n(&on_read, __ATOMIC_ACQUIRE);
+    if (unanswered && call) call(unanswered * width); /* without the lock: it may well ask for something here */
     return status;
 }
 
