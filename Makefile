@@ -1,10 +1,11 @@
 # Two commands for a newcomer: `make demo` and `make test`. Both set up everything they need in .venv.
+# With Transformer Engine as well: `make test-te`, which builds it once.
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
 INSTALLED = $(VENV)/.installed
 
-.PHONY: demo test te lint bench clean
+.PHONY: demo test te test-te lint bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/python examples/demo.py
@@ -15,6 +16,10 @@ test: $(INSTALLED)
 # Transformer Engine, for recipes with its own layers; TE_VERSION=2.14.0 for another than the default.
 te: $(INSTALLED)
 	$(BIN)/python -m pytest_mbmem.te.install $(if $(TE_VERSION),--version $(TE_VERSION))
+
+# What needs it, none of which may be skipped.
+test-te: te
+	MBMEM_REQUIRE_TE=1 $(BIN)/python -m pytest -n 2 tests/te tests/published $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

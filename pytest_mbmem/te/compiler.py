@@ -17,7 +17,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 OPTIMIZATION = "-O1"
-"""In place of the -O3 that the extension's setup asks for, which takes half as long again."""
+"""In place of the -O3 that the extension's setup asks for, which takes half as long again. -O0 takes a tenth
+less (the header 86 s of processor time instead of 92 s, activation.cpp 23 s instead of 25 s), but real GPUs' step
+times are measured with it too."""
 
 
 def command(header: Path, folder: Path, compiler: str, arguments: Sequence[str]) -> list[str]:
@@ -37,7 +39,7 @@ def command(header: Path, folder: Path, compiler: str, arguments: Sequence[str])
                 check=True,
             )
             precompiled.write_text(f'#include "{header}"\n')
-    return [compiler, "-include", str(precompiled), *optimized, "-w"]
+    return [compiler, *optimized, "-include", str(precompiled), "-w"]
 
 
 def _for_header(arguments: Sequence[str], source: Path) -> list[str]:

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import UserError
+from ..installed import versions_of
 from . import elf
 from .elf import Needs, read_needs
 
@@ -55,9 +56,11 @@ SILENT = ("nvidia-ml", "cupti")
 # torch and what is built on it; the packages whose libraries say what the driver must offer.
 PACKAGES = ("torch", "transformer_engine")
 
-
-# Where Transformer Engine (to 2.20) looks for a library, and Triton for libcuda.
+# Where Transformer Engine (2.11 to 2.20) looks for a library, and Triton for libcuda.
 LIBRARY_FOLDERS = ("CUDNN_HOME", "NVRTC_HOME", "CURAND_HOME", "TRITON_LIBCUDA_PATH")
+
+# Where Transformer Engine 2.10 looks for NVRTC and cuRAND; CUDA 13's pip packages it does not find at all.
+OLD_LIBRARY_FOLDER = "CUDA_HOME"
 
 
 @dataclass(frozen=True)
@@ -74,9 +77,10 @@ class Driver:
     @property
     def environment(self) -> dict[str, str]:
         """The variables of a process that runs on it."""
-        folder = str(self.libraries[0].parent)
         # Transformer Engine and Triton look for these libraries in files, and take the first of these folders.
-        return {"LD_PRELOAD": self.preload, **dict.fromkeys(LIBRARY_FOLDERS, folder)}
+        is_old = versions_of(["transformer-engine"]).get("transformer-engine", "").startswith("2.10.")
+        names = (*LIBRARY_FOLDERS, OLD_LIBRARY_FOLDER) if is_old else LIBRARY_FOLDERS
+        return {"LD_PRELOAD": self.preload, **dict.fromkeys(names, str(self.libraries[0].parent))}
 
 
 @dataclass(frozen=True)
@@ -409,7 +413,10 @@ def _build_into(folder: Path, torch: Torch, compiler: Sequence[str]) -> Driver:
 
 def build(folder: Path, compiler: Sequence[str]) -> list[str]:
     """Compile all libraries into the folder; their file names, in the order of LD_PRELOAD."""
-    stubs = stubs_for([read_needs(path) for path in _shared_libraries()])
+    try:
+        stubs = stubs_for([read_needs(path) for path in _shared_libraries()])
+    except ValueError as error:
+        raise UserError(f"{error}; install the package that it belongs to anew") from None
     major = next(int(s.soname.rsplit(".", 1)[1]) for s in stubs if s.name == "cudart")
     headers = find_headers(major)
     defines = [f"-D{name}={value}" for name, value in _library_versions(headers.version).items()]
@@ -426,7 +433,7 @@ def build(folder: Path, compiler: Sequence[str]) -> list[str]:
             )
 
     state = "libvirtual_gpu.so"
-    compile_library(state, [SOURCES / name for name in ("config.c", "memory.c", "objects.c", "staged.c")])
+    compile_library(state, [SOURCES / name for name in ("config.c", "memory.c", "objects.c", "capture.c", "staged.c")])
 
     def compile_stub(stub: Stub) -> None:
         generated = folder / f"{stub.name}.generated.c"

@@ -113,6 +113,25 @@ def test_the_sources_compile_without_warnings(driver, monkeypatch, tmp_path):
     assert all((tmp_path / name).is_file() for name in names)
 
 
+def test_a_damaged_library_is_named(tmp_path, driver, monkeypatch):
+    (tmp_path / "transformer_engine_torch.so").write_bytes(b"\x7fELF\x02\x01")
+    monkeypatch.setattr(build, "_shared_libraries", lambda: [tmp_path / "transformer_engine_torch.so"])
+    with pytest.raises(
+        UserError, match=r"transformer_engine_torch\.so: .*; install the package that it belongs to anew"
+    ):
+        ensure_driver(tmp_path / "cache")
+
+
+@pytest.mark.parametrize(("version", "old"), [("2.10.0", True), ("2.11.0", False), (None, False)])
+def test_libraries_are_found_where_transformer_engine_looks(driver, monkeypatch, version, old):
+    monkeypatch.setattr(build, "versions_of", lambda names: {} if version is None else {"transformer-engine": version})
+    folder = str(driver.libraries[0].parent)
+    assert {name for name, value in driver.environment.items() if value == folder} == {
+        *build.LIBRARY_FOLDERS,
+        *([build.OLD_LIBRARY_FOLDER] if old else []),
+    }
+
+
 # --- the cache ------------------------------------------------------------------------------------------------------
 
 

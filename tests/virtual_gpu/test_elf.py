@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from pytest_mbmem.virtual_gpu.elf import Wanted, read_needs
+from pytest_mbmem.virtual_gpu.elf import Wanted, read_names, read_needs
 
 compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
 needs_compiler = pytest.mark.skipif(compiler is None, reason="needs a C compiler")
@@ -47,6 +47,8 @@ def test_libraries_symbols_and_versions_are_read(tmp_path):
         Wanted("bare"),
     } <= set(needs.symbols)
     assert "user" not in {wanted.symbol for wanted in needs.symbols}  # it defines that itself
+    assert {"old", "new", "bare", "user"} <= read_names(user)
+    assert "user" not in read_names(provider)
 
 
 @pytest.mark.parametrize("content", [b"", b"#!/bin/sh\n", b"\x7fELF\x01\x01" + bytes(200)])
@@ -54,6 +56,8 @@ def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "file.so").write_bytes(content)
     with pytest.raises(ValueError, match=r"file\.so: not a 64-bit little-endian ELF file"):
         read_needs(tmp_path / "file.so")
+    with pytest.raises(ValueError, match=r"file\.so: not a 64-bit little-endian ELF file"):
+        read_names(tmp_path / "file.so")
 
 
 @needs_compiler
