@@ -19,7 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ..measurement import Effect
-from . import offload
+from . import offload, te_equivalents
 
 if TYPE_CHECKING:
     from .model import LiveModel
@@ -68,10 +68,13 @@ class _Label:
 
 
 def _has(*names: str) -> Callable[[Any], bool]:
-    """Of a layer that has one of these modules."""
+    """Of a layer that has one of these modules, and not in the linear after it."""
     return lambda module: (
         isinstance(module, TransformerLayer)
-        and any(not isinstance(getattr(module, name), IdentityOp) for name in names)
+        and any(
+            not isinstance(getattr(module, name), IdentityOp)
+            for name in set(names) - set(te_equivalents.norms_in_linears(module))
+        )
     )
 
 
@@ -180,9 +183,15 @@ def _offload(model: LiveModel, built: _Built) -> Iterator[Effect]:
     memory, config = model.recipe.memory, model.config
     if config.cpu_offloading:
         layers = sum(min(config.cpu_offloading_num_layers, len(block.layers)) for block in built.of(TransformerBlock))
+        older = offload.is_older_context()
         stay = f"tensors of fewer than {offload.FEWEST_ELEMENTS} elements stay"
+        if older:
+            stay = "tensors that Transformer Engine does not mark stay"
         none = f"cpu_offloading_num_layers {config.cpu_offloading_num_layers}: no layer is offloaded"
         yield Effect("memory.cpu_offloading", layers > 0, layers, stay if layers else none)
+        if getattr(config, "cpu_offloading_double_buffering", False):
+            gone = "" if older else "only Transformer Engine's older layer offload has it (NVTE_CPU_OFFLOAD_V1=1)"
+            yield Effect("megatron.cpu_offloading_double_buffering", older, layers if older else 0, gone)
     smallest = memory.min_offloaded_tensor_size
     stay = f"tensors of fewer than {smallest} elements (min_offloaded_tensor_size) stay" if smallest > 1 else ""
     recomputed = any(attention.checkpoint_core_attention for attention in built.of(Attention))

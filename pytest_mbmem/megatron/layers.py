@@ -29,7 +29,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from . import experts
+from . import experts, offload
 
 
 class TorchNorm:
@@ -118,6 +118,7 @@ class FlashAttention(MegatronModule):
             # the padded values nor the result's unused channels, which are kept for backward here.
             v = F.pad(v, (0, q.size(3) - channels))
         dropout = self.dropout if self.training else 0.0
+        offload.move_whole(q, k, v)
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), get_cuda_rng_tracker().fork():
             if q.size(2) == k.size(2):
                 grouped = q.size(1) != k.size(1)

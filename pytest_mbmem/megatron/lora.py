@@ -7,6 +7,11 @@ is row-parallel. B is always shared out by its outputs. A starts random (Xavier)
 Under sequence parallelism a column-parallel layer's input is gathered for A, whose weight gradient needs it: the whole
 input is retained until backward. With input re-gather only the rank's own shard is, and backward gathers again
 (Megatron's `LinearWithGradAccumulationAndAsyncCommunication`, through its global memory buffer).
+
+Transformer Engine's linears have the same adapters. One with its norm in it returns the norm's output beside its own,
+which is what A takes. Without re-gather it returns it gathered, and retains its own shard of it as well, although a
+frozen weight needs none (`return_layernorm_output` of transformer_engine.pytorch.LayerNormLinear, 2.20). So do the
+equivalents for memory where it is not installed.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions import transformer_engine as te_extension
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -31,9 +37,21 @@ from megatron.core.transformer import TransformerConfig
 
 from ..measurement import Adapter
 from ..recipe import Lora
+from . import te_equivalents
 from .experts import GroupedLinear
 
 TargetLinear: TypeAlias = ColumnParallelLinear | RowParallelLinear | GroupedLinear
+
+
+def _of_te(*names: str) -> tuple[type, ...]:
+    """Megatron's classes over Transformer Engine's, which exist where that is installed."""
+    return tuple(getattr(te_extension, name) for name in names) if te_extension.HAVE_TE else ()
+
+
+_TE_WITH_NORM = _of_te("TELayerNormColumnParallelLinear")
+_TE_GROUPED = _of_te("TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear")
+_TE_ROW = _of_te("TERowParallelLinear", "TERowParallelGroupedLinear")
+_TE_LINEARS = (*_TE_WITH_NORM, *_TE_GROUPED, *_TE_ROW, *_of_te("TEColumnParallelLinear"))
 
 _ATTENTION = {"linear_qkv", "linear_proj"}
 _TRAINED_BEFORE = {
@@ -57,7 +75,7 @@ def attach(model: torch.nn.Module, lora: Lora) -> None:
     adapted = set()
     for name, module in list(model.named_modules()):
         parent, _, target = name.rpartition(".")
-        if target in lora.targets and isinstance(module, TargetLinear):
+        if target in lora.targets and isinstance(module, (TargetLinear, *_TE_LINEARS)):
             setattr(model.get_submodule(parent), target, LoraLinear(name, module, lora))
             adapted.add(target)
     if _needs_input_gradient(model.config, adapted):
@@ -101,9 +119,13 @@ class _Shape:
     """Whether it gathers or sums over the ranks itself. Experts, and shared experts that overlap with the token
     dispatcher, do not: inputs come gathered, and a row-parallel layer's outputs are summed later."""
     tp_group: dist.ProcessGroup
+    has_norm: bool = False
+    """Whether its norm is in it, so that it returns that one's output, gathered unless the adapter gathers again."""
 
     @classmethod
-    def of(cls, base: TargetLinear) -> _Shape:
+    def of(cls, base: Any, *, in_experts: bool) -> _Shape:
+        if isinstance(base, _TE_LINEARS):
+            return cls._of_te(base, in_experts)
         if isinstance(base, GroupedLinear):
             group = parallel_state.get_expert_tensor_parallel_group()
             sizes = list(base.weight.shape)
@@ -112,6 +134,21 @@ class _Shape:
         row_parallel = isinstance(base, RowParallelLinear)
         communicates = not base.explicit_expert_comm
         return cls(base.input_size, base.output_size, row_parallel, base.is_expert, False, communicates, base.tp_group)
+
+    @classmethod
+    def _of_te(cls, base: Any, in_experts: bool) -> _Shape:
+        group, row_parallel = base._tp_group, isinstance(base, _TE_ROW)
+        inputs, outputs = base.in_features, base.out_features  # of this rank
+        return cls(
+            inputs * group.size() if row_parallel else inputs,
+            outputs if row_parallel else outputs * group.size(),
+            row_parallel,
+            expert=in_experts,
+            grouped=isinstance(base, _TE_GROUPED),
+            communicates=base.parallel_mode is not None,
+            tp_group=group,
+            has_norm=isinstance(base, _TE_WITH_NORM),
+        )
 
 
 class LoraLinear(torch.nn.Module):
@@ -122,27 +159,54 @@ class LoraLinear(torch.nn.Module):
         reason: why it does not although that was requested; "" otherwise.
     """
 
-    def __init__(self, name: str, base: TargetLinear, lora: Lora) -> None:
+    def __init__(self, name: str, base: Any, lora: Lora) -> None:
         super().__init__()
         self.target = name.rpartition(".")[2]
         self.reason = ""
-        shape = _Shape.of(base)
+        shape, shared_expert = _Shape.of(base, in_experts=".experts." in name), ".shared_experts." in name
         if lora.sequence_parallel_input_regather:
             self.reason = regather_eligibility(
                 base.config,
                 self.target,
                 row_parallel=shape.row_parallel,
                 expert=shape.expert,
-                shared_expert=".shared_experts." in name,
+                shared_expert=shared_expert,
             )
         self.regather = lora.sequence_parallel_input_regather and not self.reason
         self.base = base
+        self.has_norm = shape.has_norm
+        has_norm_there = self.target in ("linear_qkv", "linear_fc1") and not shape.expert and not shared_expert
+        self.keeps_input = has_norm_there and te_equivalents.are_used(base.config)
+        if shape.has_norm:
+            base.return_layernorm_output = True
+            base.return_layernorm_output_gathered = base.sequence_parallel and not self.regather
         self.adapter = LoraAdapter(shape, base.config, lora, self.regather)
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The linear layer's output plus the adapter's, and the linear layer's bias."""
-        output, bias = self.base(x, *args, **kwargs)
+        result = self.base(x, *args, **kwargs)
+        if not self.has_norm:
+            output, bias = result
+        elif len(result) == 3:  # Transformer Engine itself returns the bias
+            output, bias, x = result
+        else:
+            (output, x), bias = result
+        if self.keeps_input:
+            output = _Keeping.apply(output, x)
         return output + self.adapter(x), bias
+
+
+class _Keeping(torch.autograd.Function):
+    """The first tensor, in whose graph the second is kept until backward."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(kept)
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
 
 
 class LoraAdapter(torch.nn.Module):
@@ -154,7 +218,7 @@ class LoraAdapter(torch.nn.Module):
         self.dropout = torch.nn.Dropout(lora.dropout) if lora.dropout else torch.nn.Identity()
         self.tp_group = base.tp_group
         sharded_sequence = config.sequence_parallel and base.communicates and base.tp_group.size() > 1
-        self.gathers_input = sharded_sequence and not base.row_parallel and not regather
+        self.gathers_input = sharded_sequence and not (base.row_parallel or regather or base.has_norm)
         self.scatters_output = sharded_sequence and base.row_parallel
         self.is_summed_later = base.row_parallel and not base.communicates and base.tp_group.size() > 1
 
@@ -168,7 +232,8 @@ class LoraAdapter(torch.nn.Module):
         else:
             config_a = copy(config)
             config_a.sequence_parallel = regather
-            gathered = sharded_sequence or not base.communicates  # that gather's backward sums the input's gradients
+            # whose backward sums the input's gradients
+            gathered = sharded_sequence or not base.communicates
             options_a |= {"config": config_a, "gather_output": True, "disable_grad_reduce": gathered}
             self.linear_a = ColumnParallelLinear(base.input_size, lora.rank, **options_a)
         gathers_output = base.row_parallel and not self.is_summed_later
@@ -180,7 +245,10 @@ class LoraAdapter(torch.nn.Module):
             _share(self.parameters(), parallel_state.get_expert_model_parallel_group())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """From the linear layer's input, [sequence, batch, in] or [tokens, in], to the addend, shaped as its output."""
+        """From the linear layer's input, [sequence, batch, in] or [tokens, in], to the addend, shaped as its output.
+
+        Of a layer with its norm in it: from that norm's output, of the whole sequence where the layer has gathered it.
+        """
         x = self.dropout(x)
         if self.gathers_input:
             x = gather_from_sequence_parallel_region(x, group=self.tp_group)

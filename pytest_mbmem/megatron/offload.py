@@ -1,7 +1,8 @@
 """Offload to host memory, where Megatron Core looks for it in Transformer Engine and pip has none.
 
 - Layer offload (`cpu_offloading`) is Transformer Engine's `get_cpu_offload_context`. `LayerOffload` is an equivalent
-  for memory: the same tensors leave and come back at the same layers.
+  for memory: the same tensors leave and come back at the same layers. Of two tensors that share memory and are no views
+  of each other it moves one, where the original moves both.
 - Fine-grained offload by module (`offload_modules`) is Megatron's own. It sets a flag in Transformer Engine for that
   library's modules and refuses to run without the library; here it sets a flag that nobody reads.
 - Optimizer offload (`optimizer_cpu_offload`) is Megatron's `HybridDeviceOptimizer` over torch's optimizers. On a
@@ -13,6 +14,8 @@ With Transformer Engine installed, Megatron finds the original and the equivalen
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,11 +38,35 @@ from ..recipe import Recipe
 def install() -> None:
     """Put what is missing without Transformer Engine where Megatron looks for it. Once per process."""
     if te_extension.HAVE_TE:
+        _choose_context()
         return
     transformer_block.get_cpu_offload_context = _get_cpu_offload_context
     te_extension.cpu_offload = types.SimpleNamespace(CPUOffloadEnabled=False)
     # OptimizerConfig compares the version of a library that is not there (core 0.16 to 0.19).
     optimizer_config.is_te_min_version = lambda *_: False
+
+
+_OLDER = "NVTE_CPU_OFFLOAD_V1"
+"""Variable with which Transformer Engine takes its older layer offload, and the name it remembers that by."""
+
+
+def _choose_context() -> None:
+    """Have Transformer Engine's layer offload be the one that the environment asks for.
+
+    It reads the variable when it is imported, which the server of the workers does before a recipe sets it (2.20).
+    """
+    for name in ("cpu_offload", "attention.dot_product_attention.backends"):
+        module = importlib.import_module(f"transformer_engine.pytorch.{name}")
+        if hasattr(module, _OLDER):
+            setattr(module, _OLDER, os.environ.get(_OLDER, "0") == "1")
+
+
+def is_older_context() -> bool:
+    """Whether layer offload is Transformer Engine's older one, which moves what its modules mark, of any size."""
+    if not te_extension.HAVE_TE:
+        return False
+    module = importlib.import_module("transformer_engine.pytorch.cpu_offload")
+    return bool(getattr(module, _OLDER, True))
 
 
 def assumptions(recipe: Recipe, virtual: bool) -> tuple[str, ...]:
@@ -77,6 +104,18 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
+def move_whole(*tensors: torch.Tensor) -> None:
+    """Have views that layer offload moves leave as the tensors they are views of, and so even if they have gaps.
+
+    Transformer Engine's attention marks queries, keys and values so (`start_offload`), all parts of one projection.
+    Where it is installed nothing is marked: its own context takes no tensor in another order of dimensions.
+    """
+    if te_extension.HAVE_TE:
+        return
+    for tensor in tensors:
+        tensor.offload_base_tensor = True  # type: ignore[attr-defined]
+
+
 def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a is b or (a.data_ptr(), a.dtype, a.shape, a.stride()) == (b.data_ptr(), b.dtype, b.shape, b.stride())
 
@@ -96,11 +135,14 @@ class _Layer:
 
     def save(self, tensor: torch.Tensor) -> int | torch.Tensor:
         """A number to `load` it by, or the tensor itself if it stays on the device."""
+        marked = getattr(tensor, "offload_base_tensor", False)
         base = tensor if tensor._base is None else tensor._base
-        whole = not tensor.is_contiguous() or base.numel() == tensor.numel()
+        whole = marked or base.numel() == tensor.numel()
         moved = base if whole and base.dtype is tensor.dtype else tensor
         stays = tensor.numel() < FEWEST_ELEMENTS or isinstance(tensor, torch.nn.Parameter)
-        if stays or not moved.is_cuda or not _is_dense(moved):
+        # PyTorch's flash kernel saves its output, which is no view, in another order of dimensions
+        is_other_order = tensor._base is not None and not (marked or tensor.is_contiguous())
+        if stays or is_other_order or not moved.is_cuda or not _is_dense(moved):
             return tensor
         index = next((i for i, known in enumerate(self.device) if _is_same(known, moved)), len(self.device))
         if index == len(self.device):
