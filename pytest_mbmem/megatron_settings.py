@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+from .installed import versions_of
+
 if TYPE_CHECKING:
     from .recipe import Model, Recipe
 
@@ -114,7 +116,7 @@ def transformer_settings(recipe: Recipe) -> dict[str, Any]:
         "fine_grained_activation_offloading": bool(recipe.memory.offload_modules),
         "bias_activation_fusion": _fuses_activation(model),
         "bias_dropout_fusion": True,
-        "apply_rope_fusion": False,  # the fused kernel is Transformer Engine's
+        "apply_rope_fusion": _fuses_rope(recipe),
         "gradient_accumulation_fusion": False,  # the fused kernel is Apex's
         "persist_layer_norm": False,  # likewise
         "overlap_p2p_comm": parallelism.vpp is not None,  # as in Megatron-LM: overlapped when interleaved
@@ -136,7 +138,9 @@ def ddp_settings(recipe: Recipe) -> dict[str, Any]:
 def optimizer_settings(recipe: Recipe) -> dict[str, Any]:
     """What `OptimizerConfig` is made with, `recipe.megatron` aside."""
     offload, fraction = recipe.memory.optimizer_cpu_offload, recipe.memory.optimizer_offload_fraction
+    precision_aware = recipe.megatron.get("use_precision_aware_optimizer")
     return {
+        **({"main_grads_dtype": recipe.training.main_grads} if precision_aware else {}),
         **_values(recipe, _OPTIMIZER),
         **_precision(recipe),
         "optimizer_offload_fraction": float(offload) if fraction is None else fraction,
@@ -168,9 +172,18 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+_TOGETHER = {"fp8_param": "fp8_param_gather", "fp4_param": "fp4_param_gather"}
+"""Parameters of few bits: a setting of the model -> that of its buffers. Megatron-LM's training script has one argument
+for both."""
+
+
 def added(recipe: Recipe) -> dict[str, Any]:
-    """The settings of `recipe.megatron`, each a value of its own."""
-    return {name: _plain(value) for name, value in recipe.megatron.items()}
+    """The settings of `recipe.megatron`, each a value of its own, and those that Megatron-LM sets with one of them."""
+    found = {name: _plain(value) for name, value in recipe.megatron.items()}
+    for one, other in _TOGETHER.items():
+        if (one in found) != (other in found):
+            found |= {one: found[one], other: found[one]} if one in found else {one: found[other]}
+    return found
 
 
 def _values(recipe: Recipe, keys: Mapping[str, str]) -> dict[str, Any]:
@@ -183,6 +196,16 @@ def _plain(value: Any) -> Any:
 
 def _precision(recipe: Recipe) -> dict[str, bool]:
     return {name: recipe.training.precision == name for name in ("bf16", "fp16")}
+
+
+def has_te_layers(recipe: Recipe) -> bool:
+    """Whether the model is made of Transformer Engine's own layers: it asks for them, and they are installed."""
+    return recipe.training.transformer_impl == "transformer_engine" and bool(versions_of(["transformer-engine"]))
+
+
+def _fuses_rope(recipe: Recipe) -> bool:
+    """Whether RoPE is Transformer Engine's kernel: Megatron-LM's default, which Megatron refuses with MLA's RoPE."""
+    return has_te_layers(recipe) and recipe.model.position_embedding_type == "rope" and recipe.model.mla is None
 
 
 def _fuses_activation(model: Model) -> bool:

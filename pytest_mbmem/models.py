@@ -126,6 +126,24 @@ PRESETS: dict[str, Model] = {
         ),
         mla=Mla(q_lora_rank=None, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128),
     ),
+    # "gpt-oss-120b & gpt-oss-20b Model Card" (arXiv 2508.10925), table 1; sizes from the config.json of
+    # openai/gpt-oss-120b. All layers have experts. Its SwiGLU is one with a clamp and its attention has sinks (2304
+    # parameters in all) and a window of 128 tokens in every other layer: megatron.softmax_type, .window_size and
+    # .window_attn_skip_freq.
+    "gpt-oss-120b": Model(
+        num_layers=36,
+        hidden_size=2880,
+        num_attention_heads=64,
+        num_query_groups=8,
+        kv_channels=64,
+        ffn_hidden_size=2880,
+        vocab_size=201088,
+        rotary_base=150000,
+        normalization="RMSNorm",
+        activation="swiglu",
+        add_bias_linear=True,
+        moe=Moe(num_moe_experts=128, moe_router_topk=4, moe_ffn_hidden_size=2880),
+    ),
     "gpt3-125m": _gpt3(12, 768, 12),
     "gpt3-350m": _gpt3(24, 1024, 16),
     "gpt3-760m": _gpt3(24, 1536, 16),

@@ -33,10 +33,13 @@ _AnyInt = Annotated[int, Allowed("from -2**63 + 1 to 2**63 - 1", lambda x: True)
 _RESERVED_ENVIRONMENT = {
     "PYTORCH_CUDA_ALLOC_CONF": "write it as memory.alloc_conf",
     "PYTORCH_ALLOC_CONF": "write it as memory.alloc_conf",
-    "LD_PRELOAD": "the virtual GPU sets it",
+    **dict.fromkeys(
+        ("LD_PRELOAD", "CUDNN_HOME", "NVRTC_HOME", "CURAND_HOME", "TRITON_LIBCUDA_PATH"), "the virtual GPU sets it"
+    ),
     "LD_LIBRARY_PATH": "it has no effect on a process that has started",
     "PYTHONPATH": "it has no effect on a process that has started",
     "CUDA_VISIBLE_DEVICES": "the device options choose the GPU",
+    "TORCHDYNAMO_DISABLE": "write it as training.jit_fusion",
 }
 
 
@@ -385,13 +388,20 @@ class Training(Part):
     deterministic: bool = False
     masked_softmax_fusion: bool = True
     cross_entropy_loss_fusion: bool = False
+    jit_fusion: Literal["stand-in", "compiled", "eager"] = "stand-in"
+    """What runs of the functions that Megatron has torch.compile fuse: "compiled", as in a training job; "stand-in", on
+    a virtual GPU functions of equal size, which need no compiling, and on a real one the same as "compiled"; "eager",
+    the functions themselves, not fused (Megatron-LM's --disable-jit-fuser)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.main_grads == "bf16" and self.precision != "bf16":
             raise BadKey("training.main_grads", f"'bf16' needs training.precision 'bf16', not {self.precision!r}")
-        if self.attention_backend == "flash" and self.precision == "fp32":
-            problem = "'flash' needs training.precision 'bf16' or 'fp16', not 'fp32'"
+        if self.attention_backend in ("fused", "auto") and self.transformer_impl == "local":
+            problem = f"{self.attention_backend!r} needs training.transformer_impl 'transformer_engine', not 'local'"
+            raise BadKey("training.attention_backend", problem)
+        if self.attention_backend in ("flash", "fused") and self.precision == "fp32":
+            problem = f"{self.attention_backend!r} needs training.precision 'bf16' or 'fp16', not 'fp32'"
             raise BadKey("training.attention_backend", problem)
 
 
@@ -531,8 +541,8 @@ class Recipe(Part):
     megatron: Mapping[str, Any] = field(default_factory=dict)
     """More settings by Megatron Core's names, as in {"cuda_graph_impl": "local", "fp8": "hybrid"}: fields of its
     TransformerConfig, DistributedDataParallelConfig and OptimizerConfig, each for every class that has it. Values are
-    null, true or false, numbers, text and lists of these; types of numbers are "bf16", "fp16", "fp32". A setting that
-    the recipe has an own key for is refused."""
+    null, true or false, numbers, text and lists of these; types of numbers are "bf16", "fp16", "fp32", and "fp8" of the
+    optimizer's state. A setting that the recipe has an own key for is refused."""
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -550,6 +560,14 @@ class Recipe(Part):
         self._check_split()
         self._check_lora()
         self._check_batch()
+        self._check_main_grads()
+
+    def _check_main_grads(self) -> None:
+        names, now = {"fp32": "torch.float32", "bf16": "torch.bfloat16"}, self.training.main_grads
+        asked = self.megatron.get("main_grads_dtype", now)
+        if asked not in (now, names[now]):
+            problem = f"{show(asked)} differs from training.main_grads, {now!r}, which is the same buffer"
+            raise BadKey("megatron.main_grads_dtype", problem)
 
     def _check_split(self) -> None:
         model, split = self.model, self.parallelism

@@ -5,17 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from . import graph_settings
+from .megatron_settings import has_te_layers
+
 if TYPE_CHECKING:
     from .recipe import Recipe
 
+_OF_TE = "Transformer Engine's modules do it, and the layers here are not its own"
+
+_OWN_CP = "context parallelism here gathers keys and values"
+
 _NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
-    "no CUDA graph is captured here, so that the memory of its pool would be missing": (
-        "cuda_graph_impl",
-        "enable_cuda_graph",
-        "external_cuda_graph",
+    "it is an older name of cuda_graph_impl, which is measured": ("enable_cuda_graph", "external_cuda_graph"),
+    "the optimizer's step is captured nowhere here, so that the memory of its pool would be missing": (
         "optimizer_cuda_graph",
     ),
-    "Transformer Engine's modules do it, and the layers here are not its own": (
+    _OF_TE: (
         "fp8",
         "fp8_param",
         "fp8_param_gather",
@@ -23,13 +28,17 @@ _NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
         "fp4",
         "fp4_param",
         "fp4_param_gather",
-        "tp_comm_overlap",
         "use_te_activation_func",
-        "use_transformer_engine_op_fuser",
         "cpu_offloading_double_buffering",
+    ),
+    "the training loop reads the logits that it keeps after each step, and drops them": (
         "log_max_attention_logit",
         "qk_clip",
     ),
+    "its buffers are shared between the ranks outside of PyTorch, which a rank that runs alone cannot do": (
+        "tp_comm_overlap",
+    ),
+    "the layers here are Transformer Engine's modules, not its operations": ("use_transformer_engine_op_fuser",),
     "NCCL's registered buffers are outside of what a virtual GPU counts": ("nccl_ub",),
     "it needs a schedule plan of the model, which the training step here does not make": (
         "overlap_moe_expert_parallel_comm",
@@ -63,7 +72,7 @@ _NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
         "use_kitchen_attention",
     ),
     "Megatron then sends sizes between the stages, and a rank that runs alone receives none": ("variable_seq_lengths",),
-    "context parallelism here gathers keys and values": ("cp_comm_type",),
+    _OWN_CP: ("cp_comm_type",),
     "the forward step here does not take what Megatron's schedule hands it then": (
         "num_microbatches_with_partial_activation_checkpoints",
     ),
@@ -72,7 +81,6 @@ _NOT_MEASURED: Mapping[str, tuple[str, ...]] = {
 """Why -> settings of `Recipe.megatron` that this holds for (tried with megatron-core 0.16.1)."""
 
 _OFF: Mapping[str, tuple[object, ...]] = {
-    "cuda_graph_impl": ("none",),
     "data_parallel_sharding_strategy": ("no_shard",),
     "outer_dp_sharding_strategy": ("no_shard",),
     "num_distributed_optimizer_instances": (1,),
@@ -84,18 +92,35 @@ _OFF: Mapping[str, tuple[object, ...]] = {
 """Values, beside null and false, with which a setting asks for nothing."""
 
 
+_READ_ON_IMPORT = frozenset(
+    ("NVTE_BACKWARD_OVERRIDE", "NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_ROW_SCALED_ACTIVATION", "NVTE_PLUGIN")
+)
+"""Variables of Transformer Engine 2.20 that change what it allocates."""
+
+
 def reasons(recipe: Recipe) -> list[str]:
     """Why this version cannot measure the recipe, each with its keys; empty if it can."""
     found = []
     if recipe.parallelism.cp > 1 and recipe.training.attention_backend == "unfused":
-        found.append("parallelism.cp with training.attention_backend unfused: Megatron's own attention has no CP")
+        found.append("parallelism.cp with training.attention_backend unfused: unfused attention has no CP")
     layout = recipe.parallelism.pipeline_model_parallel_layout
     if "m" in layout and "m" not in layout.rpartition("|")[2]:
         found.append(
             "parallelism.pipeline_model_parallel_layout with m before the last stage: Megatron then sends sizes "
             "between the stages, and a rank that runs alone receives none"
         )
+    split, backend = recipe.parallelism, recipe.training.attention_backend
+    if split.cp > 1 and backend == "flash" and has_te_layers(recipe):
+        found.append(
+            "parallelism.cp with training.attention_backend flash of Transformer Engine: the parts of flash-attn that "
+            "it calls then have no equivalent here; fused and auto can be measured"
+        )
+    for name in sorted(_READ_ON_IMPORT & set(recipe.environment)):
+        found.append(f"environment.{name}: Transformer Engine reads it when it is loaded, which is not for each recipe")
+    found += graph_settings.reasons(recipe)
     for why, names in _NOT_MEASURED.items():
+        if why in (_OF_TE, _OWN_CP) and has_te_layers(recipe):
+            continue
         asked = [f"megatron.{name}" for name in names if _is_asked_for(recipe, name)]
         if asked:
             found.append(f"{', '.join(asked)}: {why}")

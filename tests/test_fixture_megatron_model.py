@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from pytest_mbmem.installed import versions_of
+
 
 def test_a_test_trains_a_live_model(real_project: pytest.Pytester) -> None:
     real_project.makepyfile(
@@ -133,6 +135,9 @@ def test_assumptions_and_unchecked_settings_are_stated(real_project: pytest.Pyte
     ]
 
 
+@pytest.mark.skipif(
+    bool(versions_of(["transformer-engine"])), reason="Transformer Engine is installed: there are no equivalents of it"
+)
 def test_a_closed_model_leaves_no_workspace_behind(megatron_model) -> None:
     import torch
 

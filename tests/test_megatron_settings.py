@@ -10,6 +10,8 @@ from operator import attrgetter
 
 import pytest
 
+from pytest_mbmem import megatron_settings
+from pytest_mbmem.errors import UserError
 from pytest_mbmem.megatron_settings import KEYS, ddp_settings, optimizer_settings, settings, transformer_settings
 from pytest_mbmem.recipe import Lora, Memory, Mla, Model, Moe, Optimizer, Parallelism, Recipe, Training
 
@@ -19,7 +21,7 @@ OF_NO_CLASS = {
     # sizes of tokens, batches and the job, and what the package assumes
     "model": {"vocab_size", "make_vocab_size_divisible_by", "max_position_embeddings"},
     "model.moe": {"overload"},
-    "training": {"steps"},
+    "training": {"steps", "jit_fusion"},
     # arguments of Megatron's model
     "model ": {"share_embeddings_and_output_weights", "moe"},
 }
@@ -120,3 +122,40 @@ def test_settings_cost_neither_torch_nor_yaml() -> None:
         "print([m for m in ('torch', 'yaml', 'pytest') if m in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+@pytest.mark.parametrize(("one", "other"), [("fp8_param", "fp8_param_gather"), ("fp4_param", "fp4_param_gather")])
+def test_parameters_of_few_bits_take_one_setting(one: str, other: str) -> None:
+    for given in (one, other):
+        found = settings(RECIPE.but(megatron={given: True}))
+        assert (found[one], found[other]) == (True, True)
+    apart = settings(RECIPE.but(megatron={one: True, other: False}))
+    assert (apart[one], apart[other]) == (True, False)
+
+
+def test_the_precision_aware_optimizer_has_main_gradients_of_the_buffer_s_type() -> None:
+    aware = {"use_precision_aware_optimizer": True}
+    assert optimizer_settings(RECIPE.but(megatron=aware))["main_grads_dtype"] == "fp32"
+    assert optimizer_settings(RECIPE.but(megatron=aware, main_grads="bf16"))["main_grads_dtype"] == "bf16"
+    assert "main_grads_dtype" not in optimizer_settings(RECIPE.but(main_grads="bf16"))
+
+
+@pytest.mark.parametrize("name", ["bf16", "torch.bfloat16"])
+def test_main_gradients_of_two_types_are_refused(name: str) -> None:
+    assert RECIPE.but(main_grads="bf16", megatron={"main_grads_dtype": name})
+    with pytest.raises(UserError, match=r"megatron.main_grads_dtype: '.*' differs from training.main_grads, 'fp32'"):
+        RECIPE.but(megatron={"main_grads_dtype": name})
+
+
+def test_rope_is_fused_where_megatron_lm_fuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_te = RECIPE.but(transformer_impl="transformer_engine")
+    monkeypatch.setattr(megatron_settings, "versions_of", lambda packages: {})
+    assert transformer_settings(of_te)["apply_rope_fusion"] is False
+    monkeypatch.setattr(megatron_settings, "versions_of", lambda packages: dict.fromkeys(packages, "2.20.2"))
+    assert transformer_settings(of_te)["apply_rope_fusion"] is True
+    for other in (
+        RECIPE,
+        of_te.but(mla=Mla()),
+        of_te.but(position_embedding_type="learned_absolute"),
+    ):
+        assert transformer_settings(other)["apply_rope_fusion"] is False

@@ -21,6 +21,7 @@ from pytest_mbmem.errors import UserError
 from pytest_mbmem.models import PRESETS
 from pytest_mbmem.recipe import Lora, Memory, Mla, Model, Moe, Optimizer, Parallelism, Recipe, Training
 from pytest_mbmem.validation import Part
+from pytest_mbmem.virtual_gpu.build import LIBRARY_FOLDERS
 
 SMALL = Model(num_layers=4, hidden_size=512, num_attention_heads=8)
 EXPERTS = dataclasses.replace(SMALL, moe=Moe(num_moe_experts=4))
@@ -661,6 +662,14 @@ LEARNED: dict[str, Any] = {"position_embedding_type": "learned_absolute", "max_p
         ({"main_grads": "bf16", "precision": "fp16"}, "training.main_grads: 'bf16' needs training.precision 'bf16'"),
         ({"attention_backend": "flash", "precision": "fp32"}, "training.attention_backend: 'flash' needs"),
         (
+            {"attention_backend": "fused"},
+            "training.attention_backend: 'fused' needs training.transformer_impl 'transformer_engine', not 'local'",
+        ),
+        (
+            {"attention_backend": "auto"},
+            "training.attention_backend: 'auto' needs training.transformer_impl 'transformer_engine', not 'local'",
+        ),
+        (
             {**MOE, "ep": 4, "dp": 2},
             "parallelism.ep: 4 with parallelism.etp 1 makes groups of 4 ranks; tp * cp * dp (2) is not a multiple",
         ),
@@ -681,7 +690,10 @@ LEARNED: dict[str, Any] = {"position_embedding_type": "learned_absolute", "max_p
             {"environment": {"PYTORCH_ALLOC_CONF": "a:b"}},
             "environment.PYTORCH_ALLOC_CONF: may not be set here: write it as memory.alloc_conf",
         ),
-        ({"environment": {"LD_PRELOAD": "x"}}, "environment.LD_PRELOAD: may not be set here"),
+        *(
+            ({"environment": {name: "x"}}, f"environment.{name}: may not be set here: the virtual GPU sets it")
+            for name in ("LD_PRELOAD", *LIBRARY_FOLDERS)
+        ),
         ({"environment": {"CUDA_VISIBLE_DEVICES": "0"}}, "environment.CUDA_VISIBLE_DEVICES: may not be set here"),
         ({"environment": {"MBMEM_X": "0"}}, "environment.MBMEM_X: may not be set here: the plugin's own"),
     ],

@@ -340,6 +340,12 @@ def _identified(block: Block) -> Iterable[tuple[Category, str, int]]:
         yield cast(Category, category), "", left
 
 
+_TE_WORKSPACE = re.compile(r"transformer_engine/.*\(\w*workspace\w*\)$")
+"""A function of Transformer Engine that makes one, as in gemm.py's get_cublas_workspace (2.10 to 2.20)."""
+
+_TE_STATE = re.compile(r"transformer_engine/pytorch/(quantization|fp8)\.py:")
+"""Where Transformer Engine makes scales and histories of largest values, which last (2.20 and before 2.9)."""
+
 _GLOBAL_BUFFER = "(get_tensor)"
 """Megatron's global memory buffer (megatron/core/utils.py), which is handed out to whoever asks for it."""
 
@@ -365,8 +371,10 @@ def _by_code(block: Block, line: str, with_logits: bool) -> Category | None:
     """What the place in Megatron Core says (0.16 to 0.19); None where it says nothing."""
     if "/p2p_communication.py:" in line:
         return "communication buffers"
-    if "/te_equivalents.py:" in line:
+    if "/te_equivalents.py:" in line or _TE_WORKSPACE.match(line):
         return "workspaces"
+    if _TE_STATE.match(line):
+        return "buffers"
     if "megatron/core/utils.py:" in line and line.endswith(_GLOBAL_BUFFER):
         callers = [f["filename"].rpartition("/")[2] for f in block.frames[:12]]
         return "workspaces" if any("attention" in file for file in callers) else "communication buffers"
@@ -420,6 +428,9 @@ _INSTALLED = re.compile(r"/(?:site|dist)-packages/(.*)")
 _TORCH = re.compile(r"/torch/(nn|_\w+|utils|autograd|cuda|distributed|optim)/")
 
 
+_STAND_INS = ("pytest_mbmem/megatron/stand_ins.py", "pytest_mbmem/megatron/jit_fusion.py")
+
+
 @cache
 def _shown(file: str) -> str | None:
     """A file's name for people: as it is imported, or from where pytest runs. None for PyTorch's own and no Python."""
@@ -429,8 +440,8 @@ def _shown(file: str) -> str | None:
     name = installed[1] if installed else file
     if name.startswith("torch/") or _TORCH.search(name):
         return None
-    if "pytest_mbmem/measure/" in name or name.endswith("pytest_mbmem/megatron/stand_ins.py"):
-        return None  # what records this, and what stands in for a kernel of the line that called it
+    if "pytest_mbmem/measure/" in name or "/pytest-mbmem/inductor/" in name or name.endswith(_STAND_INS):
+        return None  # what records this, and what is or stands in for a kernel of the line that called it
     if installed:
         return name
     for package in ("megatron/core/", "megatron/bridge/", "megatron/training/", "transformer_engine/", "pytest_mbmem/"):

@@ -21,6 +21,7 @@ from ..errors import CannotRunSolo, MeasurementFailed, TooFewGpus, UserError
 from ..measurement import Device, Failure, Measurement, Mode, RankMeasurement, read_plain
 from ..options import RanksMode
 from ..recipe import Recipe
+from ..te import installation
 from ..throughput import Timing
 from ..virtual_gpu.gpus import Gpu
 from ..virtual_gpu.stand_in import stand_ins
@@ -153,6 +154,9 @@ class GpuLauncher(Launcher):
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
         }
 
+    def _workers_for(self, environment: Mapping[str, str]) -> Workers:
+        return self  # which compile on a real GPU
+
     def call_all(
         self,
         calls: Sequence[tuple[str, Mapping[str, Any]]],
@@ -228,8 +232,7 @@ class GpuLauncher(Launcher):
         the recipe or `ranks` cannot be measured at all, `TooFewGpus` when joint ranks are asked for and need more.
         """
         check(recipe)
-        if recipe.training.transformer_impl == "transformer_engine":
-            raise UserError("training.transformer_impl: 'transformer_engine' is not possible with --mbmem-gpu yet")
+        installation.check(recipe, virtual=False)
         chosen = rank_choice.chosen(recipe, ranks)
         mode = self._mode_of(recipe)
         reported = {rank.rank for rank in chosen}

@@ -22,6 +22,7 @@ from ..growth import (
 )
 from ..recipe import Recipe
 from ..savings import changed
+from ..te import installation
 from . import ranks as rank_choice
 from .launch import Launcher, check, recipe_environment
 from .ranks import Ranks
@@ -40,6 +41,7 @@ def measure_growth(
     `MeasurementFailed` for a run that ends without figures.
     """
     check(recipe)
+    installation.check(recipe, virtual=launcher.device.virtual)
     if problem := launcher.cannot_run_alone(recipe):
         raise UserError(f"{MARKER}: each rank runs alone, and {problem}")
     chosen = rank_choice.chosen(recipe, ranks)

@@ -20,6 +20,7 @@ from ..recipe import Memory, Model, Parallelism, Recipe, Training
 from ..validation import BadKey, show
 from . import launch
 from .ranks import Ranks
+from .server import WITHOUT_TRANSFORMER_ENGINE
 from .workers import CallResult, Workers
 
 NOT_GATED = "host: memory is not gated"
@@ -319,6 +320,7 @@ class HostLauncher(Workers):
         return {
             **super().command_environment(),
             "CUDA_VISIBLE_DEVICES": "",
+            WITHOUT_TRANSFORMER_ENGINE: "1",
             "GLOO_SOCKET_IFNAME": "lo",  # all ranks are here, whatever the host's name resolves to
             "OMP_NUM_THREADS": "1",
         }

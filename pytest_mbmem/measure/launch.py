@@ -17,7 +17,8 @@ from ..installed import versions_of
 from ..measurement import Device, Failure, Measurement, RankMeasurement, read_plain
 from ..oom import Diagnosis
 from ..recipe import Recipe
-from ..virtual_gpu.build import ensure_driver
+from ..te import hardware, installation
+from ..virtual_gpu.build import cache_folder, ensure_driver, package_folder
 from ..virtual_gpu.gpus import Gpu
 from . import adapters, effects
 from . import ranks as rank_choice
@@ -26,6 +27,10 @@ from .workers import CallResult, Workers
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """torch 2.9 ignored the new name for some settings and later ones warn about the old: both are always set."""
+
+
+_NO_COMPILING = "TORCHDYNAMO_DISABLE"
+"""Turns torch.compile off in a process ("1"), once for all: its decorators look when a module is imported."""
 
 
 class Launcher(Workers):
@@ -44,6 +49,7 @@ class Launcher(Workers):
         super().__init__(timeout=timeout, jobs=jobs)
         self.gpu, self.count = gpu, count
         self.diagnoses: dict[object, Diagnosis] = {}  # that `explain` made
+        self._compiling: _Compiling | None = None
 
     @property
     def device(self) -> Device:
@@ -63,6 +69,35 @@ class Launcher(Workers):
             **driver.environment,
             "LD_PRELOAD": ":".join(filter(None, (driver.preload, os.environ.get("LD_PRELOAD", "")))),
         }
+
+    def call_all(
+        self,
+        calls: Sequence[tuple[str, Mapping[str, Any]]],
+        environment: Mapping[str, str],
+        timeout: float,
+        cwd: Path | None = None,
+    ) -> list[CallResult]:
+        """Results in the order of the calls, at most `jobs` of which run at a time."""
+        return Workers.call_all(self._workers_for(environment), calls, environment, timeout, cwd)
+
+    def _workers_for(self, environment: Mapping[str, str]) -> Workers:
+        """Those that calls with this environment are made in."""
+        if environment.get(_NO_COMPILING) != "0":
+            return self
+        if package_folder("triton") is None:
+            raise UserError(
+                "training.jit_fusion: 'compiled' needs Triton, and it is not installed ('pip install triton')"
+            )
+        if self._compiling is None:
+            self._compiling = _Compiling(self.gpu, count=self.count, timeout=self.timeout, jobs=self.jobs)
+        self._compiling.progress = self.progress
+        return self._compiling
+
+    def close(self) -> None:
+        """End the servers and whatever still runs under them."""
+        super().close()
+        if self._compiling is not None:
+            self._compiling.close()
 
     def measure(
         self, recipe: Recipe, *, ranks: Ranks = "distinct", count_flops: bool = True, check_effects: bool = True
@@ -122,6 +157,8 @@ class Launcher(Workers):
     ) -> tuple[list[tuple[str, dict[str, Any]]], Callable[[list[CallResult]], Measurement]]:
         """The calls that measure the recipe, and what makes a measurement of their results."""
         check(recipe)
+        installation.check(recipe, virtual=True)
+        hardware.check(recipe, self.gpu)
         chosen = rank_choice.chosen(recipe, ranks)
         common = {"recipe": recipe.to_dict()}
         calls = [
@@ -199,6 +236,23 @@ class Launcher(Workers):
         )
 
 
+class _Compiling(Launcher):
+    """Workers in which torch.compile is on from the start, as its decorators ask when Megatron is imported."""
+
+    def command_environment(self) -> dict[str, str]:
+        found = super().command_environment()
+        del found[_NO_COMPILING]
+        return {
+            **found,
+            "TORCHINDUCTOR_CACHE_DIR": str(cache_folder("inductor")),
+            "TRITON_CACHE_DIR": str(cache_folder("triton")),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # in the worker itself, without processes beside it
+        }
+
+    def _workers_for(self, environment: Mapping[str, str]) -> Workers:
+        return self
+
+
 class _Elsewhere(Launcher):
     """Another virtual GPU: the driver reads what it is when a worker first calls it."""
 
@@ -229,7 +283,8 @@ def check(recipe: Recipe) -> None:
 
 def recipe_environment(recipe: Recipe) -> dict[str, str]:
     """What the recipe sets in the environment of the process that runs it."""
-    return {**allocator_environment(recipe.memory.alloc_conf), **recipe.environment}
+    compiling = {_NO_COMPILING: "0"} if recipe.training.jit_fusion == "compiled" else {}
+    return {**allocator_environment(recipe.memory.alloc_conf), **compiling, **recipe.environment}
 
 
 def allocator_environment(alloc_conf: str) -> dict[str, str]:

@@ -30,6 +30,9 @@ from . import place
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
+WITHOUT_TRANSFORMER_ENGINE = "MBMEM_WITHOUT_TRANSFORMER_ENGINE"
+"""Set in the environment of a server in which it is as if that were not installed."""
+
 LOST_PEER = 75
 """Exit code of a worker that ends because another rank of its job has failed."""
 
@@ -175,6 +178,9 @@ def main() -> None:
     """Load what workers need, say so, and serve."""
     connection = Connection(int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's to handle
+    if os.environ.get(WITHOUT_TRANSFORMER_ENGINE):
+        # Megatron (core 0.16 and 0.19) takes its optimizers and norms where it is installed, and they need a GPU.
+        sys.modules["transformer_engine"] = None  # type: ignore[assignment]  # importing it is an ImportError then
     for module in ("pytest_mbmem.measure.worker", "pytest_mbmem.item"):
         importlib.import_module(module)
     if sys.modules["torch"].cuda.is_initialized():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import dis
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,15 +13,28 @@ from typing import Any
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 
+from .. import graph_settings
 from ..errors import Refused, UserError
 from ..garbage import no_collections
 from ..history.maps import segments_at_peak
-from ..measurement import Adapter, Effect, Failure, PhaseFigures, RankMeasurement, as_plain
-from ..megatron import effective, joint, lora, offload, stand_ins, te_equivalents
+from ..measurement import Adapter, Effect, Failure, FailureKind, PhaseFigures, RankMeasurement, as_plain
+from ..megatron import (
+    cuda_graphs,
+    effective,
+    jit_fusion,
+    joint,
+    lora,
+    offload,
+    process,
+    stand_ins,
+    te_equivalents,
+    te_layers,
+)
 from ..megatron.model import LiveModel, live_model
 from ..recipe import Recipe
 from ..virtual_gpu import routing
 from ..virtual_gpu.counters import driver_is_loaded
+from ..virtual_gpu.reads import UnansweredRead
 from . import allocator, effects, peers, place
 from .counting import counting
 from .history import PhaseRecorder, bytes_moved
@@ -95,8 +109,9 @@ def measure_rank(
         failure = Failure("out of memory", rank, str(error), step, phase, observer.shortage)
     except Refused as error:
         return {"rank": None, "failure": dataclasses.asdict(Failure("refused", rank, str(error))), "assumptions": ()}
-    except Disturbed as error:
-        failure = Failure("disturbed", rank, str(error), *(recorder.current or (None, None)))
+    except (Disturbed, UnansweredRead) as error:
+        kind: FailureKind = "disturbed" if isinstance(error, Disturbed) else "unanswered read"
+        failure = Failure(kind, rank, str(error), *(recorder.current or (None, None)))
     recorder.end()
     figures = {**recorder.results(), "adapters": adapters, "effects": found}
     if recording is not None:
@@ -152,10 +167,13 @@ def _timed(on_gpu: OnGpu, model: LiveModel, rank: int) -> tuple[tuple[float, ...
 def assumptions(recipe: Recipe) -> tuple[str, ...]:
     """What a measurement of the recipe states."""
     virtual = driver_is_loaded()
-    of_kernels = (*stand_ins.ASSUMPTIONS, *routing.assumptions(recipe)) if virtual else ()
+    of_kernels: tuple[str, ...] = ()
+    if virtual:
+        of_kernels = (*stand_ins.assumptions(recipe), jit_fusion.assumption(recipe))
+        of_kernels += (*te_layers.assumptions(recipe), *routing.assumptions(recipe))
     if recipe.training.transformer_impl == "transformer_engine" and not HAVE_TE:
         of_kernels += (te_equivalents.ASSUMPTION,)
-    return (*of_kernels, *offload.assumptions(recipe, virtual))
+    return (*of_kernels, *offload.assumptions(recipe, virtual), *cuda_graphs.assumptions(recipe, virtual))
 
 
 def _start_cuda(recipe: dict[str, Any]) -> None:
@@ -187,18 +205,42 @@ def refusals(added: Mapping[str, Any] | None = None) -> Iterator[None]:
         yield
     except UserError as error:
         raise Refused(str(error)) from None
-    except (AssertionError, ImportError, NotImplementedError, ValueError) as error:
-        refuses = places(error)[-1][0].startswith("megatron.core")
-        if not refuses and not (added and _is_megatrons(error)):
-            raise
-        raise Refused(f"Megatron Core refuses it: {str(error) or type(error).__name__}") from None
     except (torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError):
         raise  # of the device or of another rank
     except Exception as error:
+        if (refuser := _refuser(error)) is not None:
+            reason = process.why_no_attention(str(error)) or type(error).__name__
+            raise Refused(f"{refuser} refuses it: {reason}") from None
         if not added or not _is_megatrons(error):
             raise
+        if isinstance(error, _REFUSALS):
+            raise Refused(f"Megatron Core refuses it: {str(error) or type(error).__name__}") from None
         names, kind = ", ".join(sorted(added)), type(error).__name__
         raise Refused(f"Megatron Core fails with {names} added: {kind}: {error}") from error
+
+
+_REFUSALS = (AssertionError, ImportError, NotImplementedError, ValueError)
+
+_REFUSERS = {"megatron.core": "Megatron Core", "transformer_engine": "Transformer Engine"}
+
+
+def _refuser(error: Exception) -> str | None:
+    """Who does not take the settings, if a line of one of `_REFUSERS` says so by raising the error."""
+    last = [*traceback.walk_tb(error.__traceback__)][-1:]
+    module = "".join(str(frame.f_globals.get("__name__")) for frame, _ in last)
+    name = next((name for prefix, name in _REFUSERS.items() if module.startswith(prefix)), None)
+    if isinstance(error, _REFUSALS):
+        return name
+    # torch's errors are RuntimeErrors as well, and those of its C++ have no frame of their own
+    return name if isinstance(error, RuntimeError) and _is_raised_in_python(error) else None
+
+
+def _is_raised_in_python(error: BaseException) -> bool:
+    """Whether the innermost frame that an error came through raises it itself, rather than a call into C."""
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    return step is not None and dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS"
 
 
 def places(error: BaseException) -> list[tuple[str, int]]:
@@ -221,11 +263,16 @@ def trace_rank(recipe: dict[str, Any], rank: int, steps: int) -> dict[str, Any]:
     try:
         _start_cuda(recipe)
         with refusals(recipe.get("megatron")):
-            trace = trace_model(_build(recipe, rank), steps)
+            model = _build(recipe, rank)
+            for _ in range(graph_settings.captured_after(model.recipe)):
+                model.step()
+            trace = trace_model(model, steps)
     except torch.OutOfMemoryError as error:
         return {"trace": None, "failure": "out of memory", "message": str(error)}
     except Refused as error:
         return {"trace": None, "failure": "refused", "message": str(error)}
+    except UnansweredRead as error:
+        return {"trace": None, "failure": "unanswered read", "message": str(error)}
     return {"trace": dataclasses.asdict(trace), "failure": None, "message": ""}
 
 
@@ -238,14 +285,16 @@ def probe_rank(recipe: dict[str, Any], rank: int) -> tuple[int, int] | None:
 def count_rank(recipe: dict[str, Any], rank: int) -> dict[str, Any]:
     """FLOPs and collective bytes of one step of rank `rank`.
 
-    The first step is like every other one in these. An out-of-memory error leaves them unknown (an empty dict).
+    The first step is like every other one in these, and nothing is captured in it. A failure that `measure_rank` tells
+    leaves them unknown (an empty dict).
     """
     torch.set_num_threads(1)
     try:
         with refusals(recipe.get("megatron")):
-            model = _build(recipe, rank)
+            without = graph_settings.without_graphs(Recipe.from_dict(recipe, "recipe"))
+            model = _build(without.to_dict(), rank)
             with counting() as counted:
                 model.step()
-    except (torch.OutOfMemoryError, Refused):
+    except (torch.OutOfMemoryError, Refused, UnansweredRead):
         return {}
     return {"flops_per_step": counted.flops, "collective_bytes": counted.collective_bytes}

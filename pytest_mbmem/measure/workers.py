@@ -19,6 +19,8 @@ from typing import Any
 from ..errors import UserError
 from ..measurement import FailureKind
 from ..progress import INTERVAL, Calls, Progress
+from ..te import installation
+from .server import WITHOUT_TRANSFORMER_ENGINE
 
 _NOT_INHERITED = ("PYTORCH_", "TORCH", "CUBLAS", "CUDNN_", "CUDA_", "NVIDIA_", "NVTE_", "NCCL_", "MBMEM_GPU_")
 """Prefixes of variables that can change what is allocated: a recipe states them, the caller's shell does not."""
@@ -175,11 +177,12 @@ class Workers:
         if self._connection is not None:
             return self._connection
         ours, theirs = Pipe()
+        environment = self.command_environment()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (closed with the server)
         with theirs:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", _START_SERVER, str(theirs.fileno()), *sys.path],
-                env=self.command_environment(),
+                env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
@@ -193,7 +196,11 @@ class Workers:
         if not ready:
             log = self._server_log()
             self.close()
-            raise UserError(f"the measuring process could not start (torch and megatron-core must import):\n{log}")
+            why = "torch and megatron-core must import"
+            if WITHOUT_TRANSFORMER_ENGINE not in environment and (problem := installation.problem()):
+                why = f"megatron-core imports Transformer Engine where it is installed: {problem}"
+                log = log.strip().rpartition("\n")[2]
+            raise UserError(f"the measuring process could not start ({why}):\n{log}")
         return ours
 
     def _server_log(self) -> str:

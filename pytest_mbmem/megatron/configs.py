@@ -32,6 +32,9 @@ _PLAIN_TYPE = re.compile(r"<class '(bool|int|float|str)'>|typing\.Optional\[(boo
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _DTYPES |= {str(dtype): dtype for dtype in _DTYPES.values()}  # "torch.bfloat16", ...
+_MOMENTS = {**_DTYPES, "fp8": torch.uint8, "torch.uint8": torch.uint8}
+"""What Adam's moments may be of; Megatron-LM's training script has bytes for fp8 too."""
+
 _FUNCTIONS = {"gelu": F.gelu, "silu": F.silu}
 
 _Config = TypeVar("_Config", TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
@@ -84,9 +87,10 @@ def _value(name: str, value: Any, kind: str) -> Any:
     if value is None:
         return None
     if "torch.dtype" in kind:
-        dtype = _DTYPES.get(value) if isinstance(value, str) else None
+        known = _MOMENTS if name in ("exp_avg_dtype", "exp_avg_sq_dtype") else _DTYPES
+        dtype = known.get(value) if isinstance(value, str) else None
         if dtype is None:
-            raise BadKey(f"megatron.{name}", f"{show(value)} is not one of {', '.join(_DTYPES)}")
+            raise BadKey(f"megatron.{name}", f"{show(value)} is not one of {', '.join(known)}")
         return dtype
     if name == "attention_backend":
         return AttnBackend[value]

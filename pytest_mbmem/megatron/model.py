@@ -18,7 +18,7 @@ from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
-from megatron.core.pipeline_parallel import get_forward_backward_func, schedules
+from megatron.core.pipeline_parallel import schedules
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -26,7 +26,21 @@ from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_ran
 
 from ..recipe import Recipe
 from ..virtual_gpu import assumptions
-from . import configs, layers, lora, offload, recompute, solo, stand_ins, te_equivalents, te_layers
+from ..virtual_gpu.reads import answered_reads
+from . import (
+    configs,
+    cuda_graphs,
+    jit_fusion,
+    layers,
+    lora,
+    offload,
+    process,
+    recompute,
+    solo,
+    stand_ins,
+    te_equivalents,
+    te_layers,
+)
 
 OnPhase = Callable[[int, str], None]
 """Called with the step (from 1) and the phase that begins."""
@@ -53,10 +67,12 @@ class LiveModel:
     config: TransformerConfig
     chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
+    graphs: cuda_graphs.Graphs
     steps_done: int = 0
     load: Callable[[Recipe, DistributedDataParallel], Batch] | None = None
     on_losses: Callable[[list[dict[str, torch.Tensor]]], None] | None = None
 
+    @answered_reads()
     def step(self, on_phase: OnPhase = _ignore_phase) -> tuple[bool, float | None, int | None]:
         """One training step over the recipe's microbatches through Megatron's own schedule.
 
@@ -65,15 +81,18 @@ class LiveModel:
         before. Returns what the optimizer does: whether parameters were updated, the gradients' norm, zeros counted.
         """
         training = self.recipe.training
+        load = self.load or _batch
         self.steps_done += 1
         on_phase(self.steps_done, "forward")
-        with self._reporting(partial(on_phase, self.steps_done)):
+        with cuda_graphs.capturable(), self._reporting(partial(on_phase, self.steps_done)):
+            self.graphs.before_step(self.steps_done - 1)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            reduced = get_forward_backward_func()(
-                forward_step_func=partial(_forward_step, self.recipe, self.load or _batch),
-                data_iterator=[None] * len(self.chunks) if len(self.chunks) > 1 else None,
+            batches = self.graphs.batches(load)
+            reduced = self.graphs.forward_backward(
+                forward_step_func=partial(_forward_step, self.recipe, load),
+                data_iterator=batches if len(self.chunks) > 1 else batches[0],
                 model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
                 num_microbatches=self.recipe.num_microbatches,
                 seq_length=training.seq_length,
@@ -120,12 +139,14 @@ class LiveModel:
             # It keeps the last microbatch's graph, which holds the model by its hooks: a cycle that gc cannot see.
             layer.token_dispatcher = None
         layers.forget_logged_losses()
+        self.graphs.forget()
         self.chunks.clear()
         self.config.no_sync_func = self.config.grad_sync_func = self.config.param_sync_func = None
         self.config.finalize_model_grads_func = self.config.grad_scale_func = None
         del self.optimizer
         offload.forget_modules()
-        te_equivalents.forget_workspace()
+        te_equivalents.forget_workspaces()
+        process.leave()
         _leave_groups()
         gc.collect()
         torch.cuda.empty_cache()
@@ -137,6 +158,7 @@ def _leave_groups() -> None:
     dist.destroy_process_group()
 
 
+@answered_reads()
 def live_model(
     recipe: Recipe,
     rank: int = 0,
@@ -145,6 +167,7 @@ def live_model(
     initialize: Callable[[Recipe, int], None] = solo.initialize,
 ) -> LiveModel:
     """Build rank `rank` of the recipe's job on the current CUDA device: alone (see `solo`) or as `initialize` says."""
+    jit_fusion.use(recipe, virtual)
     if virtual:
         stand_ins.install()
         offload.leave_out_host_values()
@@ -157,6 +180,7 @@ def live_model(
     if virtual and recipe.model.moe is not None:
         assumptions.install(config, recipe.model.moe.overload)
     initialize(recipe, rank)
+    process.enter(config, virtual)
     try:
         model = _build(recipe, config, virtual)
         if not virtual:
@@ -164,13 +188,14 @@ def live_model(
             model.load = DeviceBatches()
         return model
     except BaseException:
+        process.leave()
         _leave_groups()
         raise
 
 
 def _build(recipe: Recipe, config: TransformerConfig, virtual: bool) -> LiveModel:
     if te_equivalents.are_used(config):
-        te_equivalents.hold_workspace()
+        te_equivalents.hold_workspaces(config)
     chunks = _build_chunks(recipe, config)
     optimizer = get_megatron_optimizer(configs.optimizer_config(recipe), chunks, use_gloo_process_groups=False)
     if virtual:
@@ -180,7 +205,7 @@ def _build(recipe: Recipe, config: TransformerConfig, virtual: bool) -> LiveMode
         gc.collect()
     config.grad_scale_func = optimizer.scale_loss
     _overlap(recipe, config, chunks)
-    return LiveModel(recipe, config, chunks, optimizer)
+    return LiveModel(recipe, config, chunks, optimizer, cuda_graphs.Graphs(recipe, config, chunks, optimizer))
 
 
 LOSS_SCALE = 2.0**10
@@ -214,15 +239,17 @@ def _build_chunks(recipe: Recipe, config: TransformerConfig) -> list[Distributed
             mtp_block_spec=specs.mtp_spec(config, vp_stage),
             vp_stage=vp_stage,
         )
+        te_equivalents.keep_from_labels(model)
         if recipe.lora is not None:
             lora.attach(model, recipe.lora)
         chunks.append(model.cuda())
     if config.fp16 or config.bf16:
         chunks = [Float16Module(config, model) for model in chunks]
-    return [
-        DistributedDataParallel(config, configs.ddp_config(recipe), model, disable_bucketing=index > 0)
-        for index, model in enumerate(chunks)
-    ]
+    with cuda_graphs.ddp_stream(recipe):
+        return [
+            DistributedDataParallel(config, configs.ddp_config(recipe), model, disable_bucketing=index > 0)
+            for index, model in enumerate(chunks)
+        ]
 
 
 def _overlap(recipe: Recipe, config: TransformerConfig, chunks: list[DistributedDataParallel]) -> None:
@@ -247,10 +274,11 @@ _on_this_cp_rank = partial(get_batch_on_this_cp_rank, **_HYBRID_CP)
 def _forward_step(
     recipe: Recipe,
     load: Callable[[Recipe, DistributedDataParallel], Batch],
-    data_iterator: object,
+    data_iterator: Iterator[Batch] | None,
     model: DistributedDataParallel,
 ) -> tuple[torch.Tensor, Any]:
-    batch = _on_this_cp_rank(load(recipe, model), cp_group=parallel_state.get_context_parallel_group())
+    loaded = load(recipe, model) if data_iterator is None else next(data_iterator)
+    batch = _on_this_cp_rank(loaded, cp_group=parallel_state.get_context_parallel_group())
     output = model(
         batch["tokens"],
         batch["position_ids"],

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -67,4 +68,5 @@ def model_parallel(recipe: Recipe) -> None:
     )
     # as Megatron-LM's training script does
     graphs = recipe.megatron.get("cuda_graph_impl", "none") != "none"
-    model_parallel_cuda_manual_seed(SEED, use_cudagraphable_rng=graphs)
+    of_te = graphs and bool(HAVE_TE) and recipe.training.transformer_impl == "transformer_engine"
+    model_parallel_cuda_manual_seed(SEED, te_rng_tracker=of_te, use_cudagraphable_rng=graphs)

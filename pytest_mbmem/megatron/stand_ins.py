@@ -8,11 +8,9 @@ Each allocates what the original allocates and leaves the arithmetic out, which 
 - The multi-tensor L2 norm of Transformer Engine and Apex (one fp32 value on the device), used for gradient clipping.
 - The fused Adam and SGD of Transformer Engine and Apex: torch's own with `fused=True`, which like them hold their state
   and no temporaries. Known deviation: torch's Adam keeps a step counter of 512 bytes a parameter on the device.
-- Bias-GELU and SwiGLU, that of experts with its token weights too, which torch.compile fuses into one kernel
-  (`jit_fuser` in core 0.16): one result, no temporaries. Run eagerly they leave holes in the allocator's cache that
-  move the resting figure by up to 2 MiB, and those of experts take several times their result in fp32.
-- The gradient of Megatron's fused cross entropy: compiled, it works on a copy of the fp32 probabilities, which run
-  eagerly it changes in place (the code that torch.compile 2.14 generates has this copy, and so has the published peak).
+- Apex's `fused_weight_gradient_mlp_cuda`, with which Megatron's own linears add to gradients in place: nothing.
+
+What torch.compile would fuse is in `jit_fusion`.
 """
 
 from __future__ import annotations
@@ -26,17 +24,23 @@ from typing import Any
 import megatron.core.optimizer.clip_grads as clip_grads
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.fusions import fused_bias_gelu, fused_bias_swiglu, fused_cross_entropy
 from megatron.core.optimizer import optimizer
+from megatron.core.tensor_parallel import layers
 
+from ..megatron_settings import has_te_layers
+from ..recipe import Recipe
 from ..virtual_gpu.answers import answer_read, exactly_taken
 
 ASSUMPTIONS = (
-    "stand-ins of equal size: fused softmax, bias-GELU, SwiGLU and multi-tensor L2 norm, torch's fused Adam and SGD",
     "gradients are finite: no step is skipped",
     "copies and collectives complete at once",
 )
 """What every measurement on a virtual GPU states."""
+
+_SOFTMAX, _OPTIMIZER = ("fused softmax",), ("multi-tensor L2 norm", "torch's fused Adam and SGD")
+"""What stands in where Transformer Engine's layers are not used, and where it is not installed."""
+
+_FUSED_GRADIENTS = "gradient_accumulation_fusion: Apex's kernel allocates nothing"
 
 _SOFTMAX_EXTENSIONS = (
     "scaled_upper_triang_masked_softmax_cuda",
@@ -59,30 +63,56 @@ def _multi_tensor_l2_norm(
     return torch.zeros(1, device="cuda", dtype=torch.float), None
 
 
-def _half_width(y: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    return y.new_empty((*y.shape[:-1], y.size(-1) // 2))
+def _answering_one(original: Callable[..., Any]) -> Callable[..., Any]:
+    """One of Megatron's figures of the gradients with its read from the device answered: what memory held before may
+    be no number."""
 
-
-def _weighted_swiglu_back(
-    grad: torch.Tensor, y: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty_like(y), torch.empty_like(weights)
-
-
-def _cross_entropy_gradient(softmax: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
-    copy = torch.empty_like(softmax)
-    return torch.empty_like(copy, dtype=torch.bfloat16)  # whatever the precision, as in core 0.16
-
-
-def _answering_norm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Megatron's gradient norm with its read from the device answered: what memory held before may be no number."""
-
-    def get_grad_norm_fp32(*args: Any, **kwargs: Any) -> Any:
-        with exactly_taken("get_grad_norm_fp32"):
+    @functools.wraps(original)
+    def figure(*args: Any, **kwargs: Any) -> Any:
+        with exactly_taken(original.__name__):
             answer_read(bytes(torch.float.itemsize))
             return original(*args, **kwargs)
 
-    return get_grad_norm_fp32
+    return figure
+
+
+def _finding_no_inf(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """fp16's check of the gradients with its read from the device answered: none is infinite."""
+
+    def unscale_main_grads_and_check_for_nan(self: Any) -> bool:
+        with exactly_taken("_unscale_main_grads_and_check_for_nan"):
+            answer_read(bytes(self.found_inf.nbytes), self.found_inf.data_ptr())
+            return original(self)
+
+    return unscale_main_grads_and_check_for_nan
+
+
+def _gradient_accumulation() -> types.ModuleType:
+    module = types.ModuleType("fused_weight_gradient_mlp_cuda")
+    module.wgrad_gemm_accum_fp32 = lambda *_: None  # type: ignore[attr-defined]
+    module.wgrad_gemm_accum_fp16 = lambda *_: None  # type: ignore[attr-defined]
+    return module
+
+
+def assumptions(recipe: Recipe) -> tuple[str, ...]:
+    """What a measurement of the recipe on a virtual GPU states."""
+    fused = recipe.megatron.get("gradient_accumulation_fusion")
+    parts = (() if has_te_layers(recipe) else _SOFTMAX) + (() if HAVE_TE else _OPTIMIZER)
+    equal = (f"stand-ins of equal size: {', '.join(parts)}",) if parts else ()
+    return (*equal, *ASSUMPTIONS, _FUSED_GRADIENTS) if fused else (*equal, *ASSUMPTIONS)
+
+
+def _answering_signs(original: Callable[[torch.Tensor], int]) -> Callable[[torch.Tensor], int]:
+    """The signs of NVFP4's Hadamard transform as bits, which are a constant of Transformer Engine's, not a result."""
+    from transformer_engine.pytorch.tensor import nvfp4_tensor
+
+    def get_sign_from_vector(vector: torch.Tensor) -> int:
+        bits = original(nvfp4_tensor.get_wgrad_sign_vector(device="cpu"))
+        with exactly_taken("get_sign_from_vector"):
+            answer_read(bits.to_bytes(torch.long.itemsize, sys.byteorder))
+            return original(vector)
+
+    return get_sign_from_vector
 
 
 @functools.cache
@@ -92,13 +122,18 @@ def install() -> None:
         sys.modules[name] = _softmax_extension(name)
     if not HAVE_TE:
         clip_grads.multi_tensor_applier = _multi_tensor_l2_norm
-    fused_bias_gelu.bias_gelu = lambda bias, y: torch.empty_like(y)
-    fused_bias_gelu.bias_gelu_back = lambda grad, bias, y: torch.empty_like(y)
-    fused_bias_swiglu.swiglu = fused_bias_swiglu.bias_swiglu = fused_bias_swiglu.weighted_swiglu = _half_width
-    fused_bias_swiglu.swiglu_back = fused_bias_swiglu.bias_swiglu_back = lambda grad, y, *_: torch.empty_like(y)
-    fused_bias_swiglu.weighted_swiglu_back = _weighted_swiglu_back
-    fused_cross_entropy.calculate_gradients = _cross_entropy_gradient
-    optimizer.get_grad_norm_fp32 = _answering_norm(optimizer.get_grad_norm_fp32)
+    else:
+        from transformer_engine.pytorch.tensor import nvfp4_tensor
+
+        nvfp4_tensor.get_sign_from_vector = _answering_signs(nvfp4_tensor.get_sign_from_vector)
+    for name in ("get_grad_norm_fp32", "count_zeros_fp32"):
+        setattr(optimizer, name, _answering_one(getattr(optimizer, name)))
+    mixed: Any = optimizer.MixedPrecisionOptimizer
+    mixed._unscale_main_grads_and_check_for_nan = _finding_no_inf(mixed._unscale_main_grads_and_check_for_nan)
+    if not layers._grad_accum_fusion_available:  # which looked for it when it was imported
+        layers.fused_weight_gradient_mlp_cuda = _gradient_accumulation()
+        sys.modules["fused_weight_gradient_mlp_cuda"] = layers.fused_weight_gradient_mlp_cuda
+        layers._grad_accum_fusion_available = True
 
 
 def fuse(megatron_optimizer: Any) -> None:

@@ -8,6 +8,9 @@ from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from ..recipe import Recipe
+from . import te_flash
+
 
 def are_used(config: TransformerConfig) -> bool:
     """Whether the model has Transformer Engine's own layers; equivalents for memory where it is not installed."""
@@ -30,3 +33,18 @@ def mtp_spec(config: TransformerConfig, vp_stage: int | None) -> MultiTokenPredi
         config, use_transformer_engine=True, normalization=config.normalization
     )[-1]
     return gpt_layer_specs.get_gpt_mtp_block_spec(config, last, use_transformer_engine=True, vp_stage=vp_stage)
+
+
+def assumptions(recipe: Recipe) -> tuple[str, ...]:
+    """What a measurement on a virtual GPU states of a recipe with these layers."""
+    training = recipe.training
+    if not HAVE_TE or training.transformer_impl != "transformer_engine":
+        return ()
+    found: tuple[str, ...] = ()
+    if training.attention_backend == "flash" and te_flash.is_missing():
+        found += (te_flash.ASSUMPTION,)
+    if training.attention_backend in ("fused", "auto"):
+        found += ("cuDNN's fused attention: its plans take a workspace of 0 bytes",)
+    if training.attention_backend == "auto" and te_flash.is_missing():
+        found += ("attention_backend auto: chosen by Transformer Engine without flash-attn installed",)
+    return found

@@ -20,6 +20,7 @@ from pytest_mbmem.measure.workers import CallResult, Workers
 from pytest_mbmem.measurement import Measurement
 from pytest_mbmem.options import RanksMode
 from pytest_mbmem.recipe import Moe, Recipe
+from pytest_mbmem.te import installation
 from pytest_mbmem.throughput import Timing
 from pytest_mbmem.virtual_gpu.gpus import load_gpus
 
@@ -146,8 +147,13 @@ def test_experts_do_not_run_alone(gpus: Make, small_recipe: Recipe) -> None:
         gpus("solo").measure(recipe)
 
 
-def test_transformer_engine_is_refused_before_anything_runs(gpus: Make, small_recipe: Recipe) -> None:
-    with pytest.raises(UserError, match="'transformer_engine' is not possible with --mbmem-gpu yet"):
+def test_without_transformer_engine_its_recipes_are_refused_before_anything_runs(
+    gpus: Make, small_recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(installation, "find", lambda: None)
+    with pytest.raises(
+        UserError, match="'transformer_engine' on a real GPU needs Transformer Engine, which is not inst"
+    ):
         gpus().measure(small_recipe.but(transformer_impl="transformer_engine"))
 
 

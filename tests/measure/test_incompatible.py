@@ -93,9 +93,9 @@ def test_a_markers_control_is_checked_before_the_recipe_is_measured(
 def test_what_cannot_be_measured_yet_is_refused_after_what_excludes_each_other() -> None:
     virtual = Launcher(load_gpus()["h100-80gb"])
     with pytest.raises(IncompatibleSettings, match="cpu-offload"):
-        virtual.measure(OFFLOAD.but(megatron={"cuda_graph_impl": "local"}))
-    with pytest.raises(UserError, match=r"^recipe mine cannot be measured yet: megatron\.cuda_graph_impl: no CUDA"):
-        virtual.measure(PLAIN.but(megatron={"cuda_graph_impl": "local"}))
+        virtual.measure(OFFLOAD.but(megatron={"cuda_graph_impl": "local", "nccl_ub": True}))
+    with pytest.raises(UserError, match=r"^recipe mine cannot be measured yet: megatron\.nccl_ub: NCCL's registered"):
+        virtual.measure(PLAIN.but(megatron={"nccl_ub": True}))
 
 
 def test_changes_that_make_settings_exclude_each_other_are_refused_by_their_place() -> None:
