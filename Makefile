@@ -19,7 +19,7 @@ te: $(INSTALLED)
 
 # What needs it, none of which may be skipped.
 test-te: te
-	MBMEM_REQUIRE_TE=1 $(BIN)/python -m pytest -n 2 tests/te tests/published $(ARGS)
+	MBMEM_REQUIRE_TE=1 $(BIN)/python -m pytest -n 2 tests/te tests/published tests/documents $(ARGS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

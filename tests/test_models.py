@@ -26,12 +26,13 @@ def test_a_preset_has_exactly_the_published_parameters(name: str, count: int) ->
     assert PRESETS[name].num_parameters == count
 
 
-# As rounded in the publications: the tables of DeepSeek-V3 (main model) and GPT-3, the name of Moonlight
+# As rounded in the publications: the tables of DeepSeek-V3 (main model), GPT-OSS and GPT-3, the name of Moonlight
 @pytest.mark.parametrize(
     ("name", "billions", "digits"),
     [
         ("deepseek-v3", 671, 0),
         ("moonlight-16b", 16, 0),
+        ("gpt-oss-120b", 116.83, 2),
         ("gpt3-125m", 0.125, 3),
         ("gpt3-760m", 0.760, 3),
         ("gpt3-1.3b", 1.3, 1),

@@ -10,7 +10,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     rows = [value for report in reports for name, value in report.user_properties if name == "published_row"]
     if rows:
         terminalreporter.section(
-            "published figures against the virtual GPU, MiB: after a step / step-1 peak / last peak"
+            "published figures against the virtual GPU, MiB: after a step / step-1 / step-2 / last peak"
         )
         for row in sorted(rows):
             terminalreporter.write_line(row)
