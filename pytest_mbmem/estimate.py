@@ -193,6 +193,10 @@ def _notes(recipe: Recipe) -> Iterator[str]:
     if recipe.megatron:
         names = ", ".join(sorted(recipe.megatron))
         yield f"settings by Megatron's own names are not in the formula: {names}"
+    if recipe.megatron.get("fp8") or recipe.megatron.get("fp4"):
+        yield "FP8 and FP4 are not counted: parameters and what linears keep are taken to be in training.precision"
+    if recipe.parallelism.cp > 1 and recipe.training.attention_backend in ("fused", "auto"):
+        yield "context parallelism is counted as if keys and values were gathered; Transformer Engine may do otherwise"
     if recipe.training.steps == 1:
         yield "the optimizer's state appears at the end of step 1; a run of one step peaks without it"
     if moe is not None:

@@ -179,6 +179,11 @@ class Worker:
                 f"megatron_model: the recipe sets {', '.join(unset)}, which CUDA reads when it starts, and this test "
                 "has used CUDA before; build the model first"
             )
+        if left := {name for earlier, _ in self.built for name in earlier.environment} - wanted.keys():
+            raise UserError(
+                f"megatron_model: an earlier model of this test set {', '.join(sorted(left))}, which this recipe does "
+                "not; build them in tests of their own"
+            )
         os.environ.update(unset)
         # Megatron warns of its own defaults, which a test may have made errors of. Until the test ends.
         warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -95,21 +95,21 @@ _OFF: Mapping[str, tuple[object, ...]] = {
 _READ_ON_IMPORT = frozenset(
     ("NVTE_BACKWARD_OVERRIDE", "NVTE_NVFP4_DISABLE_RHT", "NVTE_NVFP4_ROW_SCALED_ACTIVATION", "NVTE_PLUGIN")
 )
-"""Variables of Transformer Engine 2.20 that change what it allocates."""
+"""Variables of Transformer Engine 2.20 that change what it allocates, and that it reads when it is imported."""
 
 
 def reasons(recipe: Recipe) -> list[str]:
     """Why this version cannot measure the recipe, each with its keys; empty if it can."""
     found = []
-    if recipe.parallelism.cp > 1 and recipe.training.attention_backend == "unfused":
+    split, backend = recipe.parallelism, recipe.training.attention_backend
+    if split.cp > 1 and backend == "unfused":
         found.append("parallelism.cp with training.attention_backend unfused: unfused attention has no CP")
-    layout = recipe.parallelism.pipeline_model_parallel_layout
+    layout = split.pipeline_model_parallel_layout
     if "m" in layout and "m" not in layout.rpartition("|")[2]:
         found.append(
             "parallelism.pipeline_model_parallel_layout with m before the last stage: Megatron then sends sizes "
             "between the stages, and a rank that runs alone receives none"
         )
-    split, backend = recipe.parallelism, recipe.training.attention_backend
     if split.cp > 1 and backend == "flash" and has_te_layers(recipe):
         found.append(
             "parallelism.cp with training.attention_backend flash of Transformer Engine: the parts of flash-attn that "

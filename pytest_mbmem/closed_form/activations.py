@@ -84,8 +84,14 @@ class Shape:
 
     @property
     def is_flash(self) -> bool:
-        """Whether scores are never stored."""
-        return self.recipe.training.attention_backend == "flash"
+        """Whether scores are never stored; Transformer Engine's own choice does so in 16 bits."""
+        backend = self.recipe.training.attention_backend
+        return backend in ("flash", "fused") or (backend == "auto" and self.element == 2)
+
+    @property
+    def is_te(self) -> bool:
+        """Whether layers are Transformer Engine's."""
+        return self.recipe.training.transformer_impl == "transformer_engine"
 
     @property
     def has_fused_softmax(self) -> bool:
@@ -189,17 +195,18 @@ def _gathers_for_adapter(shape: Shape, target: str) -> bool:
 def _norms(shape: Shape, *, has_experts: bool) -> Iterator[Kept]:
     """Two norms, and the sums that they and the next layer take; with dropout, masks of one byte.
 
-    The router keeps its input, frozen or not (`RouterGatingLinearFunction`).
+    The router keeps its input, frozen or not (`RouterGatingLinearFunction`), and so does a linear of Transformer
+    Engine's with its norm in it, if it has an adapter. Recompute of norms by label does not reach such a norm.
     """
-    model, part = shape.recipe.model, "norms and residuals"
-    both = (
-        ("norm before attention", "linear_qkv", ("layernorm",)),
-        ("norm before the MLP", "linear_fc1", ("layernorm",)),
-    )
-    for name, target, labels in both:
-        is_routed = has_experts and target == "linear_fc1"
-        if is_routed or not _gathers_for_adapter(shape, target):
-            needed = "" if shape.recipe.lora is None or is_routed else target
+    model, lora, part = shape.recipe.model, shape.recipe.lora, "norms and residuals"
+    for name, target, in_linear in (
+        ("norm before attention", "linear_qkv", shape.is_te and model.mla is None),
+        ("norm before the MLP", "linear_fc1", shape.is_te and not has_experts),
+    ):
+        labels = () if in_linear else ("layernorm",)
+        stays = lora is None or (has_experts and target == "linear_fc1") or (in_linear and target in lora.targets)
+        if stays or not _gathers_for_adapter(shape, target):
+            needed = "" if stays else target
             yield Kept(part, shape.of(name, shape.shard, model.hidden_size), labels, needed)
         yield Kept(part, _stats(shape, name, shape.shard), labels)
     yield Kept(part, shape.of("sum after attention", shape.shard, model.hidden_size))
@@ -227,10 +234,10 @@ def _grouped_attention(shape: Shape) -> Iterator[Kept]:
     grouped = shape.heads != shape.groups
     copied = grouped and shape.groups > 1  # the queries of several groups are no single view
     part, core = "attention projections", "core attention"
-    is_te = shape.recipe.training.transformer_impl == "transformer_engine"
     inside = "core_attn"
+    copies_values = shape.is_te and (grouped or rotary or model.qk_layernorm)  # parts of one projection no more
 
-    if _keeps_projection(shape, is_view=not rotary and not copied):
+    if _keeps_projection(shape, is_view=not rotary and not copied, copies_values=copies_values):
         yield Kept(part, projection)
     elif inside in shape.labels:
         yield Kept(part, projection, with_label=inside)
@@ -238,7 +245,7 @@ def _grouped_attention(shape: Shape) -> Iterator[Kept]:
         if copied:
             yield Kept(part, shape.of("queries before their norm", tokens, queries))
         yield Kept(part, _stats(shape, "norms of queries and keys", tokens * (shape.heads + shape.groups)))
-    if rotary or copied or model.qk_layernorm or (is_te and shape.is_flash and grouped):
+    if rotary or copied or model.qk_layernorm or (shape.is_te and shape.is_flash and grouped):
         yield Kept(part, shape.of("queries", tokens, queries))
     if rotary or model.qk_layernorm:
         if (not shape.is_flash and not grouped) or (shape.is_flash and cp == 1):
@@ -249,7 +256,7 @@ def _grouped_attention(shape: Shape) -> Iterator[Kept]:
         rotated = int(model.head_dim * model.rotary_percent)
         yield Kept(part, shape.of("sines and cosines", 4, shape.recipe.training.seq_length // cp, rotated))
     if shape.is_flash:
-        if is_te and grouped and cp == 1:
+        if copies_values and cp == 1:
             yield Kept(core, shape.of("values", tokens, keys), (inside,))
         if cp > 1:
             yield Kept(core, shape.of("gathered keys and values", tokens, cp, 2 * keys), (inside,))
@@ -259,20 +266,18 @@ def _grouped_attention(shape: Shape) -> Iterator[Kept]:
         return
     if grouped:
         yield Kept(core, shape.of("repeated keys and values", 2, tokens, queries), (inside,))
+    elif copies_values:
+        yield Kept(core, shape.of("values", tokens, keys), (inside,))
     yield from _scores(shape)
     yield Kept(core, shape.of("context", tokens, queries), (), "linear_proj")
 
 
-def _keeps_projection(shape: Shape, *, is_view: bool) -> bool:
+def _keeps_projection(shape: Shape, *, is_view: bool, copies_values: bool) -> bool:
     """Whether what queries, keys and values are views of stays; `is_view`: of the queries that the attention takes."""
-    training, grouped = shape.recipe.training, shape.heads != shape.groups
     if shape.recipe.model.qk_layernorm:  # the keys' norm takes a view of it
         return True
-    if shape.is_flash and shape.recipe.parallelism.cp == 1:  # the values are a view, or copied
-        return not (training.transformer_impl == "transformer_engine" and grouped)
-    if not shape.is_flash and not grouped:  # the values are a view
-        return True
-    return is_view
+    values_are_views = shape.recipe.parallelism.cp == 1 if shape.is_flash else shape.heads == shape.groups
+    return not copies_values if values_are_views else is_view
 
 
 def _scores(shape: Shape) -> Iterator[Kept]:

@@ -340,8 +340,11 @@ def _identified(block: Block) -> Iterable[tuple[Category, str, int]]:
         yield cast(Category, category), "", left
 
 
-_TE_WORKSPACE = re.compile(r"transformer_engine/.*\(\w*workspace\w*\)$")
-"""A function of Transformer Engine that makes one, as in gemm.py's get_cublas_workspace (2.10 to 2.20)."""
+_TE_WORKSPACE = re.compile(
+    r"transformer_engine/.*\(\w*workspace\w*\)$|.*/te_equivalents\.py:\d+ \((hold_workspaces|get_tensor)\)$"
+)
+"""A function of Transformer Engine that makes one, as in gemm.py's get_cublas_workspace (2.10 to 2.20), or of the
+equivalents for memory."""
 
 _TE_STATE = re.compile(r"transformer_engine/pytorch/(quantization|fp8)\.py:")
 """Where Transformer Engine makes scales and histories of largest values, which last (2.20 and before 2.9)."""
@@ -371,7 +374,7 @@ def _by_code(block: Block, line: str, with_logits: bool) -> Category | None:
     """What the place in Megatron Core says (0.16 to 0.19); None where it says nothing."""
     if "/p2p_communication.py:" in line:
         return "communication buffers"
-    if "/te_equivalents.py:" in line or _TE_WORKSPACE.match(line):
+    if _TE_WORKSPACE.match(line):
         return "workspaces"
     if _TE_STATE.match(line):
         return "buffers"

@@ -55,6 +55,19 @@ _TRAIN, _PARITY = (f"pytest_mbmem.measure.host_worker:{name}" for name in ("trai
 
 # Shrinking ------------------------------------------------------------------------------------------------------------
 
+_GPU_ALONE = (
+    "fp8",
+    "fp4",
+    "moe_router_padding_for_",
+    "cuda_graph_",
+    "gradient_accumulation_fusion",
+    "apply_rope_fusion",
+    "moe_permute_fusion",
+    "cross_entropy_fusion_impl",
+    "use_te_activation_func",
+)
+"""What settings of `Recipe.megatron` begin with that the host goes without."""
+
 
 def shrunk(recipe: Recipe, precision: Precision | None = None, microbatches: int = 2) -> Recipe:
     """The recipe at the size of a host run.
@@ -63,8 +76,9 @@ def shrunk(recipe: Recipe, precision: Precision | None = None, microbatches: int
     Two ranks of each kind of parallelism that has more than one, data parallelism given up where that makes more than
     8; two layers a model chunk, evenly split; hidden size 128 in 4 heads; at most 2 key/value groups, 8 experts of
     which a token visits 2, a vocabulary of 250 and 64 tokens; `microbatches` microbatches of at most 2 samples. What
-    only a GPU has is left out: fused softmax, Transformer Engine, flash attention (except for context parallelism) and
-    allocator settings. `precision` takes the place of the recipe's own.
+    only a GPU has is left out: fused softmax, Transformer Engine and what it or CUDA alone does (`_GPU_ALONE`),
+    compiling, flash attention (context parallelism has it, whatever the backend) and allocator settings. `precision`
+    takes the place of the recipe's own.
 
     Raises `UserError` where that is not possible.
     """
@@ -78,6 +92,7 @@ def shrunk(recipe: Recipe, precision: Precision | None = None, microbatches: int
             parallelism=parallelism,
             training=_shrunk_training(recipe, parallelism, precision, microbatches),
             memory=_shrunk_memory(recipe.memory, per_chunk),
+            megatron={name: value for name, value in recipe.megatron.items() if not name.startswith(_GPU_ALONE)},
             lora=recipe.lora and dataclasses.replace(recipe.lora, rank=min(recipe.lora.rank, 8)),
         )
     except BadKey as error:
@@ -109,9 +124,13 @@ _NO_FP32 = "context parallelism needs flash attention, which has no fp32"
 
 def _possible(recipe: Recipe) -> tuple[dict[Precision, str], list[Precision]]:
     """Precisions that a host run of the recipe cannot have, with the reason, and those that it can."""
-    needs_flash = recipe.training.attention_backend == "flash" and recipe.parallelism.cp > 1
-    left_out: dict[Precision, str] = {"fp32": _NO_FP32} if needs_flash else {}
+    left_out: dict[Precision, str] = {"fp32": _NO_FP32} if _needs_flash(recipe.training, recipe.parallelism) else {}
     return left_out, [precision for precision in TOLERANCE if precision not in left_out]
+
+
+def _needs_flash(training: Training, parallelism: Parallelism) -> bool:
+    """Whether the host has to have flash attention: unfused attention has no context parallelism."""
+    return parallelism.cp > 1 and training.attention_backend != "unfused"
 
 
 def _layers_per_chunk(recipe: Recipe) -> int:
@@ -173,7 +192,7 @@ def _shrunk_training(
     training = recipe.training
     samples = min(training.micro_batch_size, 2)
     kept: Any = precision or training.precision
-    flash = training.attention_backend == "flash" and parallelism.cp > 1
+    flash = _needs_flash(training, parallelism)
     if flash and kept == "fp32":
         raise UserError(f'parallelism.cp: {_NO_FP32}; leave fp32 out: precisions=("bf16",)')
     return dataclasses.replace(
@@ -186,6 +205,7 @@ def _shrunk_training(
         attention_backend="flash" if flash else "unfused",
         masked_softmax_fusion=False,
         transformer_impl="local",
+        jit_fusion="eager" if training.jit_fusion == "compiled" else training.jit_fusion,
     )
 
 

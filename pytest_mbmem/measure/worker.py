@@ -225,9 +225,8 @@ _REFUSERS = {"megatron.core": "Megatron Core", "transformer_engine": "Transforme
 
 
 def _refuser(error: Exception) -> str | None:
-    """Who does not take the settings, if a line of one of `_REFUSERS` says so by raising the error."""
-    last = [*traceback.walk_tb(error.__traceback__)][-1:]
-    module = "".join(str(frame.f_globals.get("__name__")) for frame, _ in last)
+    """Who does not take the settings, if a line of one of `_REFUSERS` says so by raising the error; None otherwise."""
+    module, _ = places(error)[-1]
     name = next((name for prefix, name in _REFUSERS.items() if module.startswith(prefix)), None)
     if isinstance(error, _REFUSALS):
         return name
@@ -238,9 +237,10 @@ def _refuser(error: Exception) -> str | None:
 def _is_raised_in_python(error: BaseException) -> bool:
     """Whether the innermost frame that an error came through raises it itself, rather than a call into C."""
     step = error.__traceback__
-    while step is not None and step.tb_next is not None:
+    assert step is not None
+    while step.tb_next is not None:
         step = step.tb_next
-    return step is not None and dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS"
+    return dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS"
 
 
 def places(error: BaseException) -> list[tuple[str, int]]:

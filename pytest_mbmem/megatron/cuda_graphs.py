@@ -29,7 +29,6 @@ from ..errors import UserError
 from ..history.owners import line_of
 from ..recipe import Recipe
 from ..validation import BadKey
-from ..virtual_gpu import reads
 
 _DRIVERS = (
     "CUDA graphs: what the driver takes for the graphs themselves is not known and left out of device-used memory"
@@ -186,9 +185,6 @@ def _on_host(batch: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | 
     return {name: None if tensor is None else tensor.cpu() for name, tensor in batch.items()}
 
 
-reads.MOVERS.add((__name__, "_on_host"))  # a data loader's batch, which is copied back into the graph's inputs
-
-
 @contextlib.contextmanager
 def capturable() -> Iterator[None]:
     """Raise `UserError`, with the place in the code, for what cannot be captured within."""
@@ -200,7 +196,8 @@ def capturable() -> Iterator[None]:
             first = first.__context__
         if "captur" not in str(error):
             raise
-        problem = str(first).splitlines()[0].removeprefix("CUDA error: ")
+        said = str(first) or type(first).__name__  # an assertion may say nothing
+        problem = said.splitlines()[0].removeprefix("CUDA error: ")
         raise UserError(
             f"the CUDA graph cannot be captured: {line_of(_stack(first)) or 'in backward'}: {problem}; "
             "leave that part out of megatron.cuda_graph_scope"

@@ -232,8 +232,7 @@ class LoraAdapter(torch.nn.Module):
         else:
             config_a = copy(config)
             config_a.sequence_parallel = regather
-            # whose backward sums the input's gradients
-            gathered = sharded_sequence or not base.communicates
+            gathered = sharded_sequence or not base.communicates  # that gather's backward sums the input's gradients
             options_a |= {"config": config_a, "gather_output": True, "disable_grad_reduce": gathered}
             self.linear_a = ColumnParallelLinear(base.input_size, lora.rank, **options_a)
         gathers_output = base.row_parallel and not self.is_summed_later

@@ -180,8 +180,8 @@ def live_model(
     if virtual and recipe.model.moe is not None:
         assumptions.install(config, recipe.model.moe.overload)
     initialize(recipe, rank)
-    process.enter(config, virtual)
     try:
+        process.enter(config, virtual)
         model = _build(recipe, config, virtual)
         if not virtual:
             _set_loss_scale(model.optimizer)

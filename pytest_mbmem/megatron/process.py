@@ -49,10 +49,11 @@ class _Reasons(logging.Handler):
         self.texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg.startswith("Running with config"):
+        text = record.getMessage()
+        if text.startswith("Running with config"):
             self.texts.clear()
-        elif record.msg.startswith("Disabling"):
-            self.texts.append(record.getMessage())
+        elif text.startswith("Disabling"):
+            self.texts.append(text)
 
 
 _reasons = _Reasons()

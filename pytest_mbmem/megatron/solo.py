@@ -69,4 +69,4 @@ def model_parallel(recipe: Recipe) -> None:
     # as Megatron-LM's training script does
     graphs = recipe.megatron.get("cuda_graph_impl", "none") != "none"
     of_te = graphs and bool(HAVE_TE) and recipe.training.transformer_impl == "transformer_engine"
-    model_parallel_cuda_manual_seed(SEED, te_rng_tracker=of_te, use_cudagraphable_rng=graphs)
+    model_parallel_cuda_manual_seed(SEED, te_rng_tracker=of_te, use_cudagraphable_rng=graphs, force_reset_rng=True)

@@ -4,9 +4,9 @@ For recipes with `training.transformer_impl: transformer_engine` on a virtual GP
 local ones: a norm and a linear apart hold what Transformer Engine's fused pair holds, and no label of recompute or
 offload reaches such a norm. Three things differ there:
 
-- one workspace for all its matrix multiplications: 32 MiB from compute capability 9.0 on, 4 MiB before it (the size
-  that `get_cublas_workspace_size_bytes` of transformer_engine.pytorch gives), and one for each of the four streams that
-  grouped experts multiply on;
+- one workspace for all its matrix multiplications: 32 MiB and 1 KiB from compute capability 9.0 on, 4 MiB before it
+  (the size that `get_cublas_workspace_size_bytes` of transformer_engine.pytorch gives), and one for each of the four
+  streams that grouped experts multiply on;
 - unfused attention takes fresh memory for the input of its scores, where Megatron's own keeps a buffer for the job;
 - attention makes queries, keys and values contiguous unless they are packed as one of its layouts. Of grouped queries
   the keys and values, and with rotary positions the values, would keep the whole projection alive as views of it;
@@ -106,8 +106,8 @@ def _without_global_buffer() -> Iterator[None]:
 
 
 def _in_layout(*parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Queries, keys and values as they are where all are parts of one projection, otherwise contiguous."""
-    packed = len({part.untyped_storage().data_ptr() for part in parts}) == 1
+    """Queries, keys and values as they are where they are equal parts of one projection, otherwise contiguous."""
+    packed = len({(part.untyped_storage().data_ptr(), part.shape) for part in parts}) == 1
     return parts if packed else tuple(part.contiguous() for part in parts)
 
 
@@ -124,12 +124,10 @@ class UnfusedAttention(layers.UnfusedAttention):
 
 
 class FlashAttention(layers.FlashAttention):
-    """Fused attention on contiguous parts where the queries are grouped."""
+    """Fused attention on contiguous parts."""
 
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """As the one without Transformer Engine."""
-        if query.size(2) != key.size(2):
-            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-        return super().forward(query, key, value, *args, **kwargs)
+        return super().forward(*_in_layout(query, key, value), *args, **kwargs)

@@ -43,7 +43,8 @@ def assumptions(recipe: Recipe) -> tuple[str, ...]:
     found: tuple[str, ...] = ()
     if training.attention_backend == "flash" and te_flash.is_missing():
         found += (te_flash.ASSUMPTION,)
-    if training.attention_backend in ("fused", "auto"):
+    is_half = training.precision != "fp32"  # without which there is no fused attention to choose
+    if training.attention_backend == "fused" or (training.attention_backend == "auto" and is_half):
         found += ("cuDNN's fused attention: its plans take a workspace of 0 bytes",)
     if training.attention_backend == "auto" and te_flash.is_missing():
         found += ("attention_backend auto: chosen by Transformer Engine without flash-attn installed",)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ _KIND_OF: Mapping[Category, str] = {
 }
 """Of a measured category; the others are not in the estimate."""
 
-_ACTIVATION = re.compile(r"\(get_tensor\)$|/te_equivalents\.py:[0-9]+ \(forward\)$")
-"""Lines of workspaces that the estimate has: Megatron's global memory buffer, and copies for fused attention."""
+_GLOBAL_BUFFER = "(get_tensor)"
+"""How the line of a workspace ends that the estimate has: of Megatron's global memory buffer."""
 
 _WIDTH = 118
 
@@ -80,7 +79,7 @@ def _kinds(rank: RankMeasurement) -> dict[str, int] | None:
 
 def _kind(owner: Owner) -> str:
     assert owner.category in CATEGORIES
-    if owner.category == "workspaces" and _ACTIVATION.search(owner.line):
+    if owner.category == "workspaces" and owner.line.endswith(_GLOBAL_BUFFER):
         return "activations"
     return _KIND_OF.get(owner.category, OTHER)
 

@@ -1,1 +1,1 @@
-"""Transformer Engine: how it is installed without a CUDA toolkit, and whether what is installed can be used."""
+"""Transformer Engine: its installation without a CUDA toolkit, whether it can be used, and the hardware it needs."""

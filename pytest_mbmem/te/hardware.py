@@ -37,10 +37,10 @@ def check(recipe: Recipe, gpu: Gpu) -> None:
         asked = recipe.megatron.get(name) or default
         first, end = _NEEDS.get(f"{name} {asked}", ((0, 0), None))
         if gpu.compute_capability < first or (end is not None and gpu.compute_capability >= end):
-            below = f" and below {_text(end)}" if end else ""
+            limit = f"and below {_text(end)}" if end else "or higher"
             raise UserError(
-                f"megatron.{name}: {asked!r} needs compute capability {_text(first)}{' or higher' if not end else ''}"
-                f"{below}, and {gpu.key} ({gpu.name}) has {_text(gpu.compute_capability)}"
+                f"megatron.{name}: {asked!r} needs compute capability {_text(first)} {limit}, and {gpu.key} "
+                f"({gpu.name}) has {_text(gpu.compute_capability)}"
             )
 
 

@@ -44,7 +44,11 @@ def read_needs(path: Path) -> Needs:
 
 
 def read_names(path: Path) -> set[str]:
-    """The dynamic symbols that a shared library defines or wants. Raises `ValueError` as `read_needs` does."""
+    """The dynamic symbols that a shared library defines or wants, and some more: all names of their table.
+
+    A name that is the end of another one may be missing, since linkers store both as one; no C++ name is one's end.
+    Raises `ValueError` as `read_needs` does.
+    """
     with _opened(path) as opened:
         file = _File(opened)
         symbols = file.by_type.get(_SHT_DYNSYM)

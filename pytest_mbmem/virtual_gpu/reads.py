@@ -35,6 +35,8 @@ MOVERS = {
     (f"{_TE}.cpu_offload", "start_offload"),
     (f"{_TE}.cpu_offload_v1", "offload"),
     ("pytest_mbmem.megatron.offload", "start_offload"),
+    # in place of a data loader: batches that are copied back into a graph's inputs
+    ("pytest_mbmem.megatron.cuda_graphs", "_on_host"),
 }
 """Module and function that copies to the host, itself or in what it calls, and never looks at what it copied."""
 
@@ -51,8 +53,8 @@ class _Reads:
         self.bytes = 0  # of the first
         self.places: dict[str, int] = {}  # how often the host read there, first place first
 
-    def add(self, count: int, frame: FrameType | None) -> None:
-        if count > LARGEST_DECISION:
+    def add(self, size: int, frame: FrameType | None) -> None:
+        if size > LARGEST_DECISION:
             return
         stack = []
         while frame is not None:
@@ -61,7 +63,7 @@ class _Reads:
             code = frame.f_code
             stack.append({"filename": code.co_filename, "line": frame.f_lineno, "name": code.co_name})
             frame = frame.f_back
-        self.bytes = self.bytes or count
+        self.bytes = self.bytes or size
         self.count += 1
         line = line_of(stack) or "code that is not Python's, in backward"
         self.places[line] = self.places.get(line, 0) + 1
@@ -78,9 +80,10 @@ class _Reads:
 _reads: _Reads | None = None
 
 
-def _note(count: int) -> None:
-    if _reads is not None:
-        _reads.add(count, sys._getframe().f_back)
+def _note(size: int) -> None:
+    reads = _reads  # another thread may end them meanwhile
+    if reads is not None:
+        reads.add(size, sys._getframe().f_back)
 
 
 _CALL = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(_note)

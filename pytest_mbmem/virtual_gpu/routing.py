@@ -16,7 +16,7 @@ from math import ceil
 from ..recipe import Recipe
 
 _PADDING = ("moe_router_padding_for_quantization", "moe_router_padding_for_fp8")
-"""Megatron's settings that pad what each expert receives to the sizes that products in FP8 need."""
+"""Megatron's settings that pad what each rank sends to an expert to the sizes that products in FP8 or FP4 need."""
 
 SINKHORN_ITERATIONS = 2
 """From the second on, every iteration holds the same. How many there are depends on values that nobody computes."""
@@ -68,9 +68,16 @@ def shares(recipe: Recipe) -> Sequence[tuple[int, ...]]:
         limit = capacity(tokens * moe.moe_router_topk, moe.num_moe_experts, moe.moe_expert_capacity_factor)
         sent = [limit if moe.moe_pad_expert_input_to_capacity else min(count, limit) for count in sent]
     if any(recipe.megatron.get(name) for name in _PADDING) and not moe.moe_pad_expert_input_to_capacity:
-        sent = padded(sent, tokens, 32 if recipe.megatron.get("fp8_recipe") == "mxfp8" else 16)
+        sent = padded(sent, tokens, _multiple(recipe))
     local = moe.num_moe_experts // split.ep
     return tuple(tuple(sent[first : first + local]) for first in range(0, len(sent), local))
+
+
+def _multiple(recipe: Recipe) -> int:
+    """Rows that products in the recipe's FP8, else FP4, need (core 0.16's `get_align_size_for_quantization`)."""
+    if not recipe.megatron.get("fp8"):
+        return 128
+    return 32 if recipe.megatron.get("fp8_recipe") == "mxfp8" else 16
 
 
 def capacity(copies: int, experts: int, factor: float) -> int:

@@ -91,6 +91,8 @@ def test_what_a_cpu_lacks_is_left_out() -> None:
     small = shrunk(LLAMA.but(precision="fp16", alloc_conf="expandable_segments:True"))
     assert (small.training.precision, small.training.attention_backend) == ("fp16", "unfused")
     assert (small.training.masked_softmax_fusion, small.memory.alloc_conf) == (False, "")
+    fp8 = LLAMA.but(jit_fusion="compiled", megatron={"fp8": "hybrid", "fp8_recipe": "mxfp8", "qk_clip": False})
+    assert (shrunk(fp8).megatron, shrunk(fp8).training.jit_fusion) == ({"qk_clip": False}, "eager")
     uneven = LLAMA.but(pp=4, num_layers_in_first_pipeline_stage=2)
     assert shrunk(uneven).parallelism == Parallelism(pp=2)
 
@@ -104,6 +106,13 @@ def test_one_layer_with_a_pattern_of_one(sizes: dict) -> None:
     assert small.model.num_layers == small.world_size == ranks
     assert small.model.moe is not None
     assert small.model.moe.moe_layer_freq == (1,) * ranks
+
+
+@pytest.mark.parametrize("backend", ["flash", "fused", "auto"])
+def test_context_parallelism_has_flash_attention(backend: str) -> None:
+    changes = {"transformer_impl": "transformer_engine", "attention_backend": backend}
+    assert shrunk(LLAMA.but(cp=2, **changes)).training.attention_backend == "flash"
+    assert shrunk(LLAMA.but(**changes)).training.attention_backend == "unfused"
 
 
 def test_a_small_recipe_keeps_its_size() -> None:

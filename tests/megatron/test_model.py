@@ -103,6 +103,24 @@ def test_every_setting_trains_two_steps(megatron_model, changes) -> None:
     assert live.steps_done == 2
 
 
+def test_random_numbers_fit_graphs_where_the_model_before_had_none(megatron_model) -> None:
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+    fit = []
+    for graphs in ({}, {"cuda_graph_impl": "local"}):
+        megatron_model(RECIPE.but(megatron=graphs, steps=3)).close()
+        fit.append(get_cuda_rng_tracker().use_cudagraphable_rng)
+    assert fit == [False, True]
+
+
+def test_a_model_does_not_take_over_the_environment_of_the_one_before(megatron_model) -> None:
+    recipe = RECIPE.but(environment={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"})
+    megatron_model(recipe).close()
+    megatron_model(recipe).close()
+    with pytest.raises(pytest.fail.Exception, match="an earlier model of this test set NVTE_ALLOW_NONDETERMINISTIC"):
+        megatron_model(RECIPE)
+
+
 def test_closing_frees_the_device(megatron_model) -> None:
     import torch
 

@@ -57,7 +57,7 @@ def server(driver: Driver, **environment_of_server: str) -> Iterator[Run]:
         [sys.executable, str(Path(__file__).with_name("fork_server.py"))],
         env={
             **{k: v for k, v in os.environ.items() if k not in NOT_INHERITED},
-            "LD_PRELOAD": driver.preload,
+            **driver.environment,
             "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
             **environment_of_server,
         },

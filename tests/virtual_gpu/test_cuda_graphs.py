@@ -137,6 +137,33 @@ except RuntimeError as error:
     assert after == 64  # everything goes on
 
 
+@pytest.mark.usefixtures("megatron_model")
+@pytest.mark.parametrize("ends", ["waits", "gives up"])
+def test_what_ends_a_capture_is_told_with_its_place(ends):
+    import torch
+
+    from pytest_mbmem.errors import UserError
+    from pytest_mbmem.megatron.cuda_graphs import capturable
+
+    x, side = torch.zeros(1, device="cuda"), torch.cuda.Stream()
+
+    def waits():
+        torch.cuda.current_stream().synchronize()
+
+    def gives_up():  # with unjoined work, so that the capture cannot be ended either
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            x + 1
+        raise AssertionError
+
+    function = waits if ends == "waits" else gives_up
+    problem = "operation not permitted when stream is capturing" if ends == "waits" else "AssertionError"
+    place = rf"\S*test_cuda_graphs\.py:\d+ \({function.__name__}\)"
+    said = f"^the CUDA graph cannot be captured: {place}: {problem}; leave that part out"
+    with pytest.raises(UserError, match=said), capturable(), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        function()
+
+
 CUDA = """
 from ctypes import CDLL, byref, c_int, c_uint, c_ulonglong, c_void_p
 import threading
@@ -255,6 +282,8 @@ for mode in (GLOBAL, THREAD_LOCAL, RELAXED):
     for call in (malloc, lambda: elsewhere(malloc), relaxed):
         begin(a, mode)
         result.append([call(), end(a)[0]])
+begin(a)
+result.append([cuda.cuMemAlloc_v2(byref(c_ulonglong()), c_ulonglong(64)), end(a)[0]])
 wrong = c_int(5)
 result.append(cuda.cudaThreadExchangeStreamCaptureMode(byref(wrong)))
 """) == [
@@ -262,6 +291,7 @@ result.append(cuda.cudaThreadExchangeStreamCaptureMode(byref(wrong)))
         *([900, 901], [900, 901], [[0, 2], 0]),
         *([900, 901], [0, 0], [[0, 2], 0]),
         *([0, 0], [0, 0], [[0, 2], 0]),
+        [900, 901],
         1,
     ]
 

@@ -86,6 +86,25 @@ def test_shares_are_those_of_a_ranks_own_tokens() -> None:
 
 
 @pytest.mark.parametrize(
+    ("settings", "rows"),
+    [
+        ({"fp8": "hybrid"}, 48),
+        ({"fp8": "e4m3", "fp8_recipe": "mxfp8"}, 64),
+        ({"fp4": "e2m1"}, 128),
+        ({"fp4": "e2m1", "fp8_recipe": "mxfp8"}, 128),
+    ],
+    ids=["fp8", "mxfp8", "fp4", "fp4-with-a-recipe-of-fp8"],
+)
+@pytest.mark.parametrize("name", ["moe_router_padding_for_quantization", "moe_router_padding_for_fp8"])
+def test_shares_are_padded_to_what_quantized_products_need(settings: dict[str, object], rows: int, name: str) -> None:
+    plain = recipe(seq_length=132)
+    assert shares(plain.but(megatron=settings)) == ((33, 33),) * 4
+    assert shares(plain.but(megatron={**settings, name: True})) == ((rows, rows),) * 4
+    few = recipe(seq_length=40).but(megatron={**settings, name: True})
+    assert max(shares(few)[0]) <= 40  # no token goes to an expert twice
+
+
+@pytest.mark.parametrize(
     ("moe", "text"),
     [
         ({}, ["routing: balanced, each expert receives the same number of tokens"]),

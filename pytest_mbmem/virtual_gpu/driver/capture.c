@@ -36,6 +36,11 @@ typedef struct capture {
 } capture;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static void lock_all(void) { pthread_mutex_lock(&lock); }
+static void unlock_all(void) { pthread_mutex_unlock(&lock); }
+/* a child forked while another thread holds the lock must not inherit it locked */
+__attribute__((constructor)) static void survive_fork(void) { pthread_atfork(lock_all, unlock_all, unlock_all); }
+
 static capture *captures; /* under way */
 static int under_way;     /* how many; read without the lock, so that nobody pays who captures nothing */
 static __thread int thread_mode = GLOBAL;
@@ -140,7 +145,7 @@ int vgpu_capture_begin(void *handle, int mode) {
     vgpu_stream *stream = own(handle);
     if (mode < GLOBAL || mode > RELAXED) return VGPU_INVALID_VALUE;
     if (!stream) return VGPU_CAPTURE_UNSUPPORTED;
-    pthread_mutex_lock(&lock);
+    lock_all();
     int status = by_id(stream->capture) ? VGPU_ILLEGAL_STATE : VGPU_SUCCESS;
     if (status == VGPU_SUCCESS) {
         static uint64_t last_id;
@@ -161,7 +166,7 @@ int vgpu_capture_begin(void *handle, int mode) {
         stream->member = 0;
         __atomic_add_fetch(&under_way, 1, __ATOMIC_RELEASE);
     }
-    pthread_mutex_unlock(&lock);
+    unlock_all();
     return status;
 }
 
@@ -178,7 +183,7 @@ static int ending(capture *c, vgpu_stream *stream) {
 int vgpu_capture_end(void *handle, vgpu_graph **graph) {
     vgpu_graph *dropped = NULL;
     *graph = NULL;
-    pthread_mutex_lock(&lock);
+    lock_all();
     capture *c = of_stream(handle);
     int status = c ? ending(c, handle) : VGPU_ILLEGAL_STATE;
     if (status <= 0) {
@@ -189,7 +194,7 @@ int vgpu_capture_end(void *handle, vgpu_graph **graph) {
         *(status == VGPU_SUCCESS ? graph : &dropped) = c->graph;
         free(c);
     }
-    pthread_mutex_unlock(&lock);
+    unlock_all();
     vgpu_graph_release(dropped);
     return status < 0 ? -status : status;
 }
@@ -199,14 +204,14 @@ int vgpu_capture_status(void *handle, uint64_t *id, vgpu_graph **graph) {
     *id = 0;
     *graph = NULL;
     if (none_under_way()) return status;
-    pthread_mutex_lock(&lock);
+    lock_all();
     capture *c = of_stream(handle);
     if (c) {
         status = c->invalid ? 2 : 1;
         *id = c->id;
         *graph = c->graph;
     }
-    pthread_mutex_unlock(&lock);
+    unlock_all();
     return status;
 }
 
@@ -223,43 +228,43 @@ int vgpu_exchange_capture_mode(int *mode) {
 int vgpu_unsafe(void) {
     int status = VGPU_SUCCESS;
     if (none_under_way() || thread_mode == RELAXED) return status;
-    pthread_mutex_lock(&lock);
+    lock_all();
     for (capture *c = captures; c; c = c->next) {
         int here = pthread_equal(c->thread, pthread_self());
         if (here ? c->mode != RELAXED : thread_mode == GLOBAL && c->mode == GLOBAL)
             status = refuse(c, VGPU_CAPTURE_UNSUPPORTED);
     }
-    pthread_mutex_unlock(&lock);
+    unlock_all();
     return status;
 }
 
 int vgpu_ask_stream(void *handle) {
     int status = VGPU_SUCCESS;
     if (none_under_way()) return status;
-    pthread_mutex_lock(&lock);
+    lock_all();
     capture *c = of_stream(handle);
     if (c) status = refuse(c, VGPU_CAPTURE_UNSUPPORTED);
-    pthread_mutex_unlock(&lock);
+    unlock_all();
     return status;
 }
 
 int vgpu_ask_device(int device) {
     int status = VGPU_SUCCESS;
     if (none_under_way()) return status;
-    pthread_mutex_lock(&lock);
+    lock_all();
     for (capture *c = captures; c; c = c->next)
         if (c->origin->device == device) status = refuse(c, VGPU_CAPTURE_UNSUPPORTED);
-    pthread_mutex_unlock(&lock);
+    unlock_all();
     return status;
 }
 
 int vgpu_ask_event(const vgpu_event *event) {
     if (!event) return VGPU_INVALID_HANDLE;
     if (!event->capture) return vgpu_unsafe();
-    pthread_mutex_lock(&lock);
+    lock_all();
     capture *c = by_id(event->capture);
     if (c) refuse(c, VGPU_CAPTURED_EVENT);
-    pthread_mutex_unlock(&lock);
+    unlock_all();
     return VGPU_CAPTURED_EVENT;
 }
 
@@ -278,14 +283,14 @@ static int admit(void *handle, capture **into) {
 int vgpu_do(void *stream, vgpu_work work) {
     if (none_under_way()) return perform(&work);
     capture *c;
-    pthread_mutex_lock(&lock);
+    lock_all();
     int status = admit(stream, &c);
     if (status == VGPU_SUCCESS && c) {
         int member = own(stream)->member;
         c->before[member][member]++;
         add(c->graph, work);
     }
-    pthread_mutex_unlock(&lock);
+    unlock_all();
     return status || c ? status : perform(&work);
 }
 
@@ -294,10 +299,10 @@ int vgpu_event_record(vgpu_event *event, void *stream) {
     capture *c = NULL;
     int status = VGPU_SUCCESS;
     if (!none_under_way()) {
-        pthread_mutex_lock(&lock);
+        lock_all();
         status = admit(stream, &c);
         if (status == VGPU_SUCCESS && c) memcpy(event->before, c->before[own(stream)->member], sizeof event->before);
-        pthread_mutex_unlock(&lock);
+        unlock_all();
     }
     if (status) return status;
     event->recorded = 1;
@@ -315,7 +320,7 @@ static int join(capture *c, vgpu_stream *stream) {
 int vgpu_stream_wait(void *handle, const vgpu_event *event) {
     if (!event) return VGPU_INVALID_HANDLE;
     if (!event->recorded || (none_under_way() && !event->capture)) return VGPU_SUCCESS;
-    pthread_mutex_lock(&lock);
+    lock_all();
     capture *of_event = by_id(event->capture), *c = NULL;
     int status = admit(handle, &c);
     if (status == VGPU_SUCCESS && of_event && of_event->invalid) status = VGPU_CAPTURE_INVALIDATED;
@@ -331,6 +336,6 @@ int vgpu_stream_wait(void *handle, const vgpu_event *event) {
             if (*before < event->before[i]) *before = event->before[i];
         }
     }
-    pthread_mutex_unlock(&lock);
+    unlock_all();
     return status;
 }

@@ -141,7 +141,8 @@ CUresult cuMemAlloc(CUdeviceptr *pointer, size_t bytes) {
     int device = vgpu_enter();
     if (device < 0) return CUDA_ERROR_NO_DEVICE;
     if (!pointer || bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-    int status = vgpu_malloc(device, bytes, &address);
+    int status = vgpu_unsafe();
+    if (status == VGPU_SUCCESS) status = vgpu_malloc(device, bytes, &address);
     *pointer = address;
     return (CUresult)status;
 }

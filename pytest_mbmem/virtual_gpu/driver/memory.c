@@ -661,10 +661,6 @@ static int copy_locked(uint64_t to, uint64_t from, uint64_t bytes, uint64_t tran
     return VGPU_SUCCESS;
 }
 
-int vgpu_copy(void *to, const void *from, uint64_t bytes) {
-    return vgpu_copy_2d(to, bytes, from, bytes, bytes, 1);
-}
-
 int vgpu_copy_2d(void *to, uint64_t to_pitch, const void *from, uint64_t from_pitch, uint64_t width, uint64_t height) {
     if (width == 0 || height == 0) return VGPU_SUCCESS;
     if (!to || !from || width > to_pitch || width > from_pitch) return VGPU_INVALID_VALUE;

@@ -1,8 +1,8 @@
 /* The one place that holds what the virtual GPUs of this process are and hold.
  *
- * libvirtual_gpu.so (config.c, memory.c, objects.c, capture.c, staged.c) owns all state. libcudart, libcuda and libnvidia-ml are thin: each
- * translates its own interface into the calls below. Every status is a number that the CUDA runtime and the driver API
- * share (0 success, 1 invalid value, 2 out of memory, ...), so both pass it on unchanged.
+ * libvirtual_gpu.so (config.c, memory.c, objects.c, capture.c, staged.c) owns all state. libcudart, libcuda and
+ * libnvidia-ml are thin: each translates its own interface into the calls below. Every status is a number that the CUDA
+ * runtime and the driver API share (0 success, 1 invalid value, 2 out of memory, ...), so both pass it on unchanged.
  */
 #ifndef VIRTUAL_GPU_H
 #define VIRTUAL_GPU_H
@@ -152,7 +152,6 @@ int vgpu_unmap(uint64_t address, uint64_t bytes);
 int vgpu_set_access(uint64_t address, uint64_t bytes);
 
 /* Any mixture of host and device memory. */
-int vgpu_copy(void *to, const void *from, uint64_t bytes);
 int vgpu_copy_2d(void *to, uint64_t to_pitch, const void *from, uint64_t from_pitch, uint64_t width, uint64_t height);
 /* `pattern` of 1, 2 or 4 bytes, `count` times. */
 int vgpu_fill(void *to, uint32_t pattern, int pattern_bytes, uint64_t count);
