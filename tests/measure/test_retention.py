@@ -38,6 +38,7 @@ class Faulty:
     def __init__(self, launcher: Launcher, fault: str) -> None:
         self._launcher, self._fault = launcher, fault
         self.timeout, self.cannot_run_alone = launcher.timeout, launcher.cannot_run_alone
+        self.device = launcher.device
 
     def call_all(
         self, calls: Sequence[tuple[str, Mapping[str, Any]]], environment: Mapping[str, str], timeout: float

@@ -8,6 +8,8 @@ import pytest
 
 from pytest_mbmem.errors import Refused
 
+pytestmark = pytest.mark.usefixtures("megatron_model")  # so that they run in a worker
+
 
 def run_as(module: str, code: str, added: dict[str, Any] | None = None) -> None:
     """Run code as a line of a module, under `refusals`."""
