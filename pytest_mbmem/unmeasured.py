@@ -11,7 +11,7 @@ from .megatron_settings import has_te_layers
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-_OF_TE = "Transformer Engine's modules do it, and the layers here are not its own"
+_OF_TE = "Transformer Engine's own modules do it: install it, and write training.transformer_impl: transformer_engine"
 
 _OWN_CP = "context parallelism here gathers keys and values"
 

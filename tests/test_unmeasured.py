@@ -28,7 +28,7 @@ def test_a_setting_that_asks_for_nothing_can_be_measured(name: str, off: object)
 def test_settings_with_the_same_reason_are_named_together() -> None:
     recipe = RECIPE.but(megatron={"fp8": "hybrid", "fp8_param": True, "nccl_ub": True, "init_method_std": 0.1})
     together, alone = reasons(recipe)
-    assert together.startswith("megatron.fp8, megatron.fp8_param: Transformer Engine's modules")
+    assert together.startswith("megatron.fp8, megatron.fp8_param: Transformer Engine's own modules")
     assert alone.startswith("megatron.nccl_ub: ")
 
 
@@ -51,7 +51,7 @@ def test_what_transformer_engine_s_own_layers_do_is_measured_with_them(name: str
 def test_its_settings_need_it_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(megatron_settings, "versions_of", lambda packages: {})
     (reason,) = OF_TE.but(megatron={"fp8": "hybrid"}).not_yet()
-    assert reason.startswith("megatron.fp8: Transformer Engine's modules")
+    assert reason.startswith("megatron.fp8: Transformer Engine's own modules")
 
 
 @pytest.mark.usefixtures("installed")

@@ -79,6 +79,7 @@ def install(version: str, cache: Path | None = None) -> str:
             wheel = next(wheels.glob("*.whl"), None)
             done = "from the cached wheel"
             if wheel is None:
+                print(f"building the extension of {name}: some ten minutes on two cores", flush=True)
                 wheel, done = _build(version, torch.cuda, wheels), "built, and kept as the wheel"
             _install(version, torch.cuda, wheel)
     except OSError as error:
