@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -74,13 +75,14 @@ class Packages:
 
 
 @pytest.fixture
-def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Packages:
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Packages]:
     """A Transformer Engine that fits the torch beside it."""
     made = Packages(tmp_path, monkeypatch)
     made.compile(tmp_path / "torch" / "lib" / "libtorch.so", "int _ZN2at5emptyEv(void) { return 0; }")
     made.kernels()
     made.extension()
-    return made
+    yield made
+    installation.find.cache_clear()  # other tests ask for the real one
 
 
 @needs_compiler
