@@ -162,13 +162,11 @@ class Worker:
         from .measure.worker import assumptions, refusals
         from .megatron import recompute
         from .megatron.model import live_model
-        from .te import installation
         from .virtual_gpu.counters import driver_is_loaded
 
         self.tried = recipe
         if checked:
-            launch.check(recipe)
-            installation.check(recipe, virtual=driver_is_loaded())
+            launch.check_on_gpu(recipe, virtual=driver_is_loaded())
         else:
             recompute.end_recursion()
         chosen(recipe, [rank])

@@ -21,13 +21,12 @@ from ..errors import CannotRunSolo, MeasurementFailed, TooFewGpus, UserError
 from ..measurement import Device, Failure, Measurement, Mode, RankMeasurement, read_plain
 from ..options import RanksMode
 from ..recipe import Recipe
-from ..te import installation
 from ..throughput import Timing
 from ..virtual_gpu.gpus import Gpu
 from ..virtual_gpu.stand_in import stand_ins
 from . import adapters, effects, foreign, gpu_locks
 from . import ranks as rank_choice
-from .launch import Launcher, check, failure_of, recipe_environment, versions
+from .launch import Launcher, check_on_gpu, failure_of, recipe_environment, versions
 from .nvml import Machine, PhysicalGpu
 from .parts import Part, Twin, is_about_peers
 from .ranks import Rank, Ranks
@@ -231,8 +230,7 @@ class GpuLauncher(Launcher):
         What goes wrong is in the measurement's `failure`: that of the rank that failed first. Raises `UserError` when
         the recipe or `ranks` cannot be measured at all, `TooFewGpus` when joint ranks are asked for and need more.
         """
-        check(recipe)
-        installation.check(recipe, virtual=False)
+        check_on_gpu(recipe, virtual=False)
         chosen = rank_choice.chosen(recipe, ranks)
         mode = self._mode_of(recipe)
         reported = {rank.rank for rank in chosen}

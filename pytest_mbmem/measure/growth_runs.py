@@ -22,9 +22,8 @@ from ..growth import (
 )
 from ..recipe import Recipe
 from ..savings import changed
-from ..te import installation
 from . import ranks as rank_choice
-from .launch import Launcher, check, recipe_environment
+from .launch import Launcher, check_on_gpu, recipe_environment
 from .ranks import Ranks
 from .workers import CallResult
 
@@ -40,8 +39,7 @@ def measure_growth(
     Raises `UserError` for a recipe, ranks or a rule that cannot be run, `OutOfMemory`, `Refused` and
     `MeasurementFailed` for a run that ends without figures.
     """
-    check(recipe)
-    installation.check(recipe, virtual=launcher.device.virtual)
+    check_on_gpu(recipe, virtual=launcher.device.virtual)
     if problem := launcher.cannot_run_alone(recipe):
         raise UserError(f"{MARKER}: each rank runs alone, and {problem}")
     chosen = rank_choice.chosen(recipe, ranks)

@@ -156,8 +156,7 @@ class Launcher(Workers):
         self, recipe: Recipe, ranks: Ranks, count_flops: bool, check_effects: bool
     ) -> tuple[list[tuple[str, dict[str, Any]]], Callable[[list[CallResult]], Measurement]]:
         """The calls that measure the recipe, and what makes a measurement of their results."""
-        check(recipe)
-        installation.check(recipe, virtual=True)
+        check_on_gpu(recipe, virtual=True)
         hardware.check(recipe, self.gpu)
         chosen = rank_choice.chosen(recipe, ranks)
         common = {"recipe": recipe.to_dict()}
@@ -279,6 +278,12 @@ def check(recipe: Recipe) -> None:
     incompatibilities.check(recipe)
     if reasons := recipe.not_yet():
         raise UserError(f"{recipe.origin[0]} cannot be measured yet: {'; '.join(reasons)}")
+
+
+def check_on_gpu(recipe: Recipe, *, virtual: bool) -> None:
+    """As `check`, and for one that asks for another Transformer Engine than such a GPU can have here."""
+    check(recipe)
+    installation.check(recipe, virtual=virtual)
 
 
 def recipe_environment(recipe: Recipe) -> dict[str, str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from .. import graph_settings
 from ..errors import Refused, UserError
@@ -171,7 +170,7 @@ def assumptions(recipe: Recipe) -> tuple[str, ...]:
     if virtual:
         of_kernels = (*stand_ins.assumptions(recipe), jit_fusion.assumption(recipe))
         of_kernels += (*te_layers.assumptions(recipe), *routing.assumptions(recipe))
-    if recipe.training.transformer_impl == "transformer_engine" and not HAVE_TE:
+    if te_equivalents.are_used(recipe.training):
         of_kernels += (te_equivalents.ASSUMPTION,)
     return (*of_kernels, *offload.assumptions(recipe, virtual), *cuda_graphs.assumptions(recipe, virtual))
 

@@ -19,8 +19,9 @@ from typing import Any
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.models.common.embeddings import RotaryEmbedding, YarnRotaryEmbedding
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.enums import AttnBackend
 
-from . import te_flash
+from . import te_flash, te_layers
 
 _VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN", "NVTE_APPLY_QK_LAYER_SCALING")
 """That are set while a model is built."""
@@ -73,7 +74,8 @@ def enter(config: TransformerConfig, virtual: bool) -> None:
     # As Megatron-LM's training script does: Transformer Engine takes it from the environment alone, and Megatron
     # refuses a configuration that differs.
     os.environ.setdefault("NVTE_APPLY_QK_LAYER_SCALING", str(int(config.apply_query_key_layer_scaling)))
-    if virtual and te_flash.is_asked_for(config):
+    asks_for_flash = te_layers.are_used(config) and config.attention_backend is AttnBackend.flash
+    if virtual and asks_for_flash and te_flash.is_missing():
         _after.enter_context(te_flash.stand_in())
 
 

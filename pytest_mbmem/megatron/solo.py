@@ -8,11 +8,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from .. import graph_settings
 from ..recipe import Recipe
+from . import te_layers
 
 SEED = 1234
 """Of parameters and dropout, Megatron-LM's default."""
@@ -67,6 +68,6 @@ def model_parallel(recipe: Recipe) -> None:
         create_gloo_process_groups=False,
     )
     # as Megatron-LM's training script does
-    graphs = recipe.megatron.get("cuda_graph_impl", "none") != "none"
-    of_te = graphs and bool(HAVE_TE) and recipe.training.transformer_impl == "transformer_engine"
+    graphs = graph_settings.implementation(recipe) != "none"
+    of_te = graphs and te_layers.are_used(recipe.training)
     model_parallel_cuda_manual_seed(SEED, te_rng_tracker=of_te, use_cudagraphable_rng=graphs, force_reset_rng=True)

@@ -27,6 +27,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ..errors import UserError
+from ..recipe import Training
 from . import layers
 
 ASSUMPTION = "Transformer Engine's attention and matrix multiplications: equivalents for memory"
@@ -40,9 +41,9 @@ _LABELS = {
 """A layer's norm -> what the layer does with it where that is asked for."""
 
 
-def are_used(config: TransformerConfig) -> bool:
+def are_used(asked: TransformerConfig | Training) -> bool:
     """Whether the model asks for Transformer Engine where it is not installed."""
-    return config.transformer_impl == "transformer_engine" and not HAVE_TE
+    return asked.transformer_impl == "transformer_engine" and not HAVE_TE
 
 
 def check(virtual: bool) -> None:

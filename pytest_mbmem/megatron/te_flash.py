@@ -14,9 +14,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.extensions.transformer_engine import HAVE_TE
-from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.enums import AttnBackend
 from packaging.version import Version
 
 VERSION = "2.8.3"
@@ -78,12 +75,6 @@ def _flash_attn_func(
 def is_missing() -> bool:
     """Whether the package was not there when Transformer Engine was imported."""
     return not _backends().fa_utils.is_installed or _backends().flash_attn_func is _flash_attn_func
-
-
-def is_asked_for(config: TransformerConfig) -> bool:
-    """Whether Transformer Engine's layers are to have the stand-in."""
-    with_te = HAVE_TE and config.transformer_impl == "transformer_engine"
-    return with_te and config.attention_backend is AttnBackend.flash and is_missing()
 
 
 @contextmanager

@@ -8,13 +8,13 @@ from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from ..recipe import Recipe
+from ..recipe import Recipe, Training
 from . import te_flash
 
 
-def are_used(config: TransformerConfig) -> bool:
+def are_used(asked: TransformerConfig | Training) -> bool:
     """Whether the model has Transformer Engine's own layers; equivalents for memory where it is not installed."""
-    return bool(HAVE_TE) and config.transformer_impl == "transformer_engine"
+    return bool(HAVE_TE) and asked.transformer_impl == "transformer_engine"
 
 
 def block_spec(config: TransformerConfig, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -38,7 +38,7 @@ def mtp_spec(config: TransformerConfig, vp_stage: int | None) -> MultiTokenPredi
 def assumptions(recipe: Recipe) -> tuple[str, ...]:
     """What a measurement on a virtual GPU states of a recipe with these layers."""
     training = recipe.training
-    if not HAVE_TE or training.transformer_impl != "transformer_engine":
+    if not are_used(training):
         return ()
     found: tuple[str, ...] = ()
     if training.attention_backend == "flash" and te_flash.is_missing():

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from merged_recipes import merged
 
 from pytest_mbmem import incompatibilities
 from pytest_mbmem.errors import UserError
@@ -36,11 +37,6 @@ ALL = os.environ.get("MBMEM_DOCUMENTS") == "all"
 
 Peaks = Callable[[str, str], float]
 """Table and row -> peak of the row's rank in GB."""
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    both = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if isinstance(base[key], dict)}
-    return {**base, **over, **both}
 
 
 def recipe_of(table: str, row: str) -> Recipe:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from merged_recipes import merged
 
 from pytest_mbmem.measure.launch import Launcher
 from pytest_mbmem.recipe import Recipe
@@ -30,11 +31,6 @@ FIGURES = ("after_step", "step_1_peak", "step_2_peak", "last_peak")
 PEAKS = FIGURES[1:]
 
 Figures = dict[str, float]  # of FIGURES -> MiB; step 2 is not published of every row
-
-
-def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    both = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if isinstance(base[key], dict)}
-    return {**base, **over, **both}
 
 
 def with_what_is_installed(row: dict[str, Any]) -> dict[str, Any]:

@@ -6,23 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import te_recipes
 
 from pytest_mbmem.measure.launch import Launcher
-from pytest_mbmem.recipe import Mla, Model, Moe, Parallelism, Recipe, Training
+from pytest_mbmem.recipe import Mla, Moe, Recipe
 
 SEQUENCE, HIDDEN, HEADS, FFN, LAYERS = 1024, 512, 8, 1024, 4
-RECIPE = Recipe(
-    model=Model(
-        num_layers=LAYERS,
-        hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
-        ffn_hidden_size=FFN,
-        vocab_size=1024,
-        normalization="RMSNorm",
-        activation="swiglu",
-    ),
-    parallelism=Parallelism(),
-    training=Training(seq_length=SEQUENCE, steps=2, transformer_impl="transformer_engine", attention_backend="fused"),
+RECIPE = te_recipes.RECIPE.but(
+    num_layers=LAYERS,
+    hidden_size=HIDDEN,
+    num_attention_heads=HEADS,
+    ffn_hidden_size=FFN,
+    seq_length=SEQUENCE,
+    attention_backend="fused",
 )
 STATE = SEQUENCE * HIDDEN * 2  # bytes of the hidden states in bf16
 INNER = SEQUENCE * FFN * 2  # half of what an MLP's first matrix gives
